@@ -1,0 +1,152 @@
+"""Ranks, device and process group: what the launcher decided, read in one place."""
+
+import contextlib
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# torchrun sets these; without it `python train.py` is a run of one rank.
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+# A folder that a launch script shares with its ranks, because torchrun passes on neither a signal
+# nor an exit status: `stop` goes in, `preempted` and `error` come out.
+CONTROL = Path(os.environ["SCAFFOLD_CONTROL"]) if "SCAFFOLD_CONTROL" in os.environ else None
+
+
+class UserError(Exception):
+    """A mistake in the data, the config or the launch: its one or two lines say what to do."""
+
+
+def start(timeout: timedelta) -> torch.device:
+    """Joins the process group and returns this rank's device.
+
+    `BACKEND` (environment) is `auto`, `nccl`, `gloo` or `mpi`; `auto` takes the accelerator's own
+    backend, or gloo on the CPU. No collective waits longer than `timeout` for a missing rank.
+    Raises UserError where backend and machine do not fit.
+    """
+    backend = os.environ.get("BACKEND") or "auto"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise UserError("BACKEND=mpi needs a PyTorch built with MPI; this one is not: use gloo or nccl.")
+    if backend == "nccl" and (accelerator is None or accelerator.type != "cuda"):
+        raise UserError("BACKEND=nccl needs NVIDIA or AMD GPUs, and torch sees none: use BACKEND=gloo.")
+    device = torch.device("cpu")
+    if accelerator is not None and backend not in ("gloo", "mpi"):
+        present = torch.accelerator.device_count()
+        if present <= LOCAL_RANK:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+            raise UserError(
+                f"local rank {LOCAL_RANK} has no GPU: {present} visible (CUDA_VISIBLE_DEVICES {visible}).\n"
+                f"Start at most {present} ranks on this node: NPROC_PER_NODE={present}"
+            )
+        device = torch.device(accelerator.type, LOCAL_RANK)
+        torch.accelerator.set_device_index(LOCAL_RANK)
+    if backend == "auto":
+        backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
+    if device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{backend}"  # gloo carries the ranks' small CPU messages
+    alone = "RANK" not in os.environ and backend != "mpi"
+    dist.init_process_group(
+        backend,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,  # tells nccl the device before its first barrier
+        **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),  # no port needed
+    )
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones)  # the first collective shows at once whether the network carries data
+    if int(ones) != dist.get_world_size():
+        raise RuntimeError(f"all-reduce over {dist.get_world_size()} ranks counted {int(ones)}")
+    return device
+
+
+def sum_over_ranks(*values: float) -> list[float]:
+    """The sum of each value over all ranks: one small message, no wait for the GPU."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)  # all ranks must reach this
+    return total.tolist()
+
+
+def from_rank_0[T](value: T) -> T:
+    """Rank 0's `value`, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)  # all ranks must reach this
+    return box[0]
+
+
+@contextlib.contextmanager
+def agreed() -> Iterator[None]:
+    """A UserError of any rank in this block becomes the same UserError on every rank.
+
+    So nobody is left waiting in a collective for a rank whose disk lacks a file.
+    """
+    error: str | None = None
+    try:
+        yield
+    except UserError as e:
+        error = str(e)
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)  # all ranks must reach this
+    if first := next((e for e in errors if e), None):
+        raise UserError(first)
+
+
+def run(main: Callable[[], int]) -> None:
+    """Runs `main`, shuts down and exits with its status; an error is told by the rank that made it.
+
+    Nothing after an error is a collective: the other ranks may never come, and their waiting would
+    bury the cause. The launcher ends them.
+    """
+    try:
+        status = main()
+    except UserError as error:
+        report(str(error), once=True)
+        # All ranks end alike, so to torchrun this is no crash to restart: the script exits 1.
+        status = 0 if CONTROL else 1
+    except Exception as error:
+        if is_peer_failure(error):
+            time.sleep(5)  # the rank that failed speaks first
+            print(f"[rank {RANK}] stopped: another rank is gone ({one_line(error)})", file=sys.stderr)
+        else:
+            text = "".join(f"[rank {RANK}] {line}\n" for line in traceback.format_exc().splitlines())
+            sys.stderr.write(text)
+            report(f"rank {RANK} failed: {type(error).__name__}: {one_line(error)}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    gc.collect()  # a DDP model that is alive at interpreter exit can abort a finished run
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)
+
+
+def report(message: str, once: bool = False) -> None:
+    """Leaves the readable cause of a failure with the launch script, or on stderr without one.
+
+    `once`: every rank has the same message, so one a node is enough.
+    """
+    if once and LOCAL_RANK > 0:
+        return
+    if CONTROL is None:
+        print(f"error: {message}", file=sys.stderr)
+        return
+    with contextlib.suppress(FileExistsError), (CONTROL / "error").open("x", encoding="utf-8") as f:
+        f.write(f"error: {message}\n")  # the first to fail is the cause
+
+
+def is_peer_failure(error: Exception) -> bool:
+    """Whether `error` only says that some other rank went away."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def one_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:300]
