@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from scaffold import catalog
+from scaffold import catalog, questions
+from scaffold.errors import AnswerError
+from scaffold.questions import Question, Values
 
 STRUCTURE = (
     "name",
@@ -70,3 +75,61 @@ class Answers:
         fields = {key.replace("-", "_"): value for key, value in values.items()}
         fields["launcher"] = tuple(fields.get("launcher", ("torchrun",)))
         return cls(**fields)
+
+
+Ask = Callable[[Question, Values], Any]
+"""Puts one question to a person, given the answers so far."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The answers in a TOML file, parsed one by one; relative paths start at its folder."""
+    try:
+        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise AnswerError(f"cannot read {path}: {error.strerror or error}.")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise AnswerError(f"{path} is not valid TOML: {error}.")
+    given = {}
+    for key, raw in table.items():
+        if key == "name":  # so that a project's own scaffold.toml can be passed
+            continue
+        if key not in questions.BY_KEY:
+            close = get_close_matches(key.replace("_", "-"), questions.BY_KEY, n=1)
+            hint = f"did you mean {close[0]}?" if close else "`scaffold options` lists the keys."
+            raise AnswerError(f"{path}: {questions.show(key)} is no answer; {hint}")
+        try:
+            given[key] = questions.BY_KEY[key].parse(raw, path.resolve().parent)
+        except AnswerError as error:
+            raise AnswerError(f"{path}: {error.message.removeprefix('--')}")
+    return given
+
+
+def complete(name: str, given: Values, ask: Ask | None = None) -> tuple[Answers, set[str]]:
+    """Complete answers, and the keys that took their defaults.
+
+    Open questions are put to `ask` where there is one, else they take their defaults. What does
+    not go together is refused.
+    """
+    known = dict(given)
+    _refuse(known)
+    defaulted = set()
+    for question in questions.QUESTIONS:
+        if question.key in known or not questions.applies(question, known):
+            continue
+        if ask and question.asked and _open(question, known):
+            known[question.key] = ask(question, known)
+        else:
+            known[question.key] = questions.default(question, known)
+            defaulted.add(question.key)
+        _refuse(known)
+    return Answers.of({"name": name, **known}), defaulted
+
+
+def _open(question: Question, known: Values) -> bool:
+    """Whether there is anything to choose."""
+    return not question.choices or len(questions.allowed(question, known)) > 1
+
+
+def _refuse(known: Values) -> None:
+    if why := questions.problem(known):
+        raise AnswerError(why)

@@ -126,10 +126,11 @@ def _finish(path: str, content: bytes) -> bytes:
 
 def _black(path: str, source: str) -> str:
     """Python source in the one format of all projects."""
-    import black
+    from black import format_str
+    from black.mode import Mode, TargetVersion
 
-    mode = black.Mode(target_versions={black.TargetVersion.PY311}, line_length=LINE_LENGTH)
+    mode = Mode(target_versions={TargetVersion.PY311}, line_length=LINE_LENGTH)
     try:
-        return black.format_str(source, mode=mode)
+        return format_str(source, mode=mode)
     except Exception as error:  # black's errors share no public base class
         raise InternalError(f"the template of {path} is not valid Python: {error}")
