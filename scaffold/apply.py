@@ -24,7 +24,12 @@ def check_target(target: Path) -> None:
 
 
 def create(
-    target: Path, tree: Tree, *, version: str, answers: Mapping[str, Any], settings: Mapping[str, Any]
+    target: Path,
+    tree: Tree,
+    *,
+    version: str,
+    answers: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> None:
     """Write a new project, `.scaffold/` included, beside the target and rename it: all or nothing.
 
@@ -33,7 +38,9 @@ def create(
     """
     check_target(target)
     target = target.resolve()
-    state = State(version, answers, settings, {path: Record.of(file) for path, file in tree.items()})
+    state = State(
+        version, answers, settings, {path: Record.of(file) for path, file in tree.items()}
+    )
     # Beside the target, so that the rename stays on one file system.
     scratch = target.parent / f".{target.name}.scaffold-{secrets.token_hex(4)}"
     try:

@@ -87,14 +87,14 @@ class State:
         return tree
 
     def _json(self) -> bytes:
-        files = {}
+        files: dict[str, dict[str, Any]] = {}
         for path, record in self.files.items():
             files[path] = {"sha256": record.sha256, "owner": str(record.owner)}
             files[path]["mode"] = "755" if record.executable else "644"
             if record.moved is not None:
                 files[path]["moved"] = record.moved
             if record.off:
-                files[path]["off"] = "true"
+                files[path]["off"] = True
         data = {
             "schema": SCHEMA,
             "version": self.version,
