@@ -56,7 +56,7 @@ class AnswerType(click.ParamType):  # type: ignore[type-arg]
 
 def _help(question: questions.Question) -> str:
     text = question.help[0].upper() + question.help[1:] + "."
-    if question.choices or question.kind == "integer" and question.key != "global-batch-size":
+    if question.choices or (question.kind == "integer" and question.key != "global-batch-size"):
         value = question.default({})
         text += f"  [default: {', '.join(value) if isinstance(value, tuple) else value}]"
     return text
