@@ -112,6 +112,9 @@ def complete(name: str, given: Values, ask: Ask | None = None) -> tuple[Answers,
     """
     known = dict(given)
     _refuse(known)
+    if known.get("data-path") and "data" not in known and not ask:
+        kinds = questions.either(name for name, data in catalog.DATA.items() if data.path)
+        raise AnswerError(f"--data-path alone does not say what is there; add --data {kinds}.")
     defaulted = set()
     for question in questions.QUESTIONS:
         if question.key in known or not questions.applies(question, known):

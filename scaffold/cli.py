@@ -196,12 +196,13 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show
-    sys.exit(_run())
+    sys.exit(run())
 
 
-def _run() -> int:
+def run(arguments: list[str] | None = None) -> int:
+    """The exit code of the command with these arguments (the process's own by default)."""
     try:
-        status = cli.main(prog_name="scaffold", standalone_mode=False)
+        status = cli.main(arguments, prog_name="scaffold", standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:

@@ -99,14 +99,15 @@ def _path(question: Question, raw: Any, base: Path) -> str:
     if not os.path.exists(path) and raw.startswith("~"):
         path = os.path.abspath(os.path.expanduser(raw))
     try:
-        path.encode("utf-8")
-    except UnicodeEncodeError:
+        # By its bytes: in the C locale Python shows the bytes of a UTF-8 name as surrogates.
+        text = os.fsencode(path).decode("utf-8")
+    except UnicodeError:
         raise AnswerError(
             f"{question.flag}: {show(raw)} is not valid UTF-8; rename it or use a symbolic link."
         )
     if not os.path.exists(path):
         raise AnswerError(f"{question.flag}: {show(path)} does not exist; give one that does.")
-    return path
+    return text
 
 
 def show(raw: Any) -> str:
@@ -254,7 +255,7 @@ def _path_fits_data(data: str, path: str) -> str | None:
         return None
     if not catalog.DATA[data].path:
         return f"--data {data} takes no --data-path; leave it out, or choose other data."
-    if data == "image-folder" and not os.path.isdir(path):
+    if data == "image-folder" and not os.path.isdir(path.encode()):
         return f"--data-path: {show(path)} is no folder; image-folder wants one of class folders."
     return None
 

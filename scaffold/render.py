@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def render(answers: Answers, template: Path | None = None) -> Tree:
         rendered = {
             path.relative_to(root).as_posix(): path.read_bytes()
             for path in root.rglob("*")
-            if path.is_file()
+            if path.is_file() and "__pycache__" not in path.parts
         }
     tree: Tree = {}
     specs = manifest.specs(answers)
@@ -126,11 +127,17 @@ def _finish(path: str, content: bytes) -> bytes:
 
 def _black(path: str, source: str) -> str:
     """Python source in the one format of all projects."""
+    try:
+        return _format(source)
+    except Exception as error:  # black's errors share no public base class
+        why = str(error).splitlines()[0]
+        raise InternalError(f"the template of {path} is not valid Python: {why}")
+
+
+@functools.cache
+def _format(source: str) -> str:
     from black import format_str
     from black.mode import Mode, TargetVersion
 
     mode = Mode(target_versions={TargetVersion.PY311}, line_length=LINE_LENGTH)
-    try:
-        return format_str(source, mode=mode)
-    except Exception as error:  # black's errors share no public base class
-        raise InternalError(f"the template of {path} is not valid Python: {error}")
+    return format_str(source, mode=mode)

@@ -1,0 +1,46 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from scaffold import __version__, apply
+from scaffold.answers import Answers, complete
+from scaffold.render import render
+
+# Generating a project takes longer than Hypothesis expects of an example.
+settings.register_profile(
+    "scaffold", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("scaffold")
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home of their own, so that no test reads or writes the person's."""
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
+@pytest.fixture
+def make_project(tmp_path: Path) -> Callable[..., Path]:
+    """Generates a project in a fresh folder: `make_project("demo", model="mlp", nodes=2)`."""
+
+    def make(name: str = "demo", folder: Path = tmp_path, **answers: Any) -> Path:
+        given = {key.replace("_", "-"): value for key, value in answers.items()}
+        chosen: Answers = complete(name, given)[0]
+        target = folder / name
+        apply.create(
+            target,
+            render(chosen),
+            version=__version__,
+            answers=chosen.structure(),
+            settings=chosen.settings(),
+        )
+        return target
+
+    return make
