@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,14 @@ LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 # A folder that a launch script shares with its ranks, because torchrun passes on neither a signal
 # nor an exit status: `stop` goes in, `preempted` and `error` come out.
 CONTROL = Path(os.environ["SCAFFOLD_CONTROL"]) if "SCAFFOLD_CONTROL" in os.environ else None
+
+PREEMPTED = 75  # EX_TEMPFAIL: try again
+
+T = TypeVar("T")
+log = logging.getLogger("train")
+log.setLevel(logging.INFO)
+log.addHandler(logging.StreamHandler(sys.stdout))
+log.handlers[0].setLevel(logging.INFO if RANK == 0 else logging.CRITICAL)  # the others: in their files
 
 
 class UserError(Exception):
@@ -69,6 +79,25 @@ def start(timeout: timedelta) -> torch.device:
     return device
 
 
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype of the forward pass; UserError where the device cannot compute in it."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    if device.type == "cuda" and precision == "bf16":
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name(device)
+            raise UserError(f"{name} has no bf16: use --train.precision fp16 (or fp32).")
+    if device.type == "cpu" and precision == "fp16":
+        log.warning("fp16 on a CPU is very slow (up to 100 times); bf16 and fp32 are not")
+    return dtype
+
+
+def check_group_size(key: str, size: int) -> None:
+    """Raises UserError unless the ranks can be cut into groups of `size`."""
+    if WORLD_SIZE % size:
+        fits = [n for n in range(1, WORLD_SIZE + 1) if WORLD_SIZE % n == 0]
+        raise UserError(f"{key} is {size}, which does not divide {WORLD_SIZE} ranks: use one of {fits}.")
+
+
 def sum_over_ranks(*values: float) -> list[float]:
     """The sum of each value over all ranks: one small message, no wait for the GPU."""
     total = torch.tensor(values, dtype=torch.float64)
@@ -76,7 +105,7 @@ def sum_over_ranks(*values: float) -> list[float]:
     return total.tolist()
 
 
-def from_rank_0[T](value: T) -> T:
+def from_rank_0(value: T) -> T:
     """Rank 0's `value`, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0)  # all ranks must reach this
@@ -115,10 +144,10 @@ def run(main: Callable[[], int]) -> None:
     except Exception as error:
         if is_peer_failure(error):
             time.sleep(5)  # the rank that failed speaks first
-            print(f"[rank {RANK}] stopped: another rank is gone ({one_line(error)})", file=sys.stderr)
+            log.critical("[rank %d] stopped: another rank is gone (%s)", RANK, one_line(error))
         else:
-            text = "".join(f"[rank {RANK}] {line}\n" for line in traceback.format_exc().splitlines())
-            sys.stderr.write(text)
+            for line in traceback.format_exc().splitlines():
+                log.critical("[rank %d] %s", RANK, line)
             report(f"rank {RANK} failed: {type(error).__name__}: {one_line(error)}")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -141,6 +170,14 @@ def report(message: str, once: bool = False) -> None:
         return
     with contextlib.suppress(FileExistsError), (CONTROL / "error").open("x", encoding="utf-8") as f:
         f.write(f"error: {message}\n")  # the first to fail is the cause
+
+
+def preempted() -> int:
+    """The exit status of a run that was told to stop and has saved: 75, by way of the launch script."""
+    if CONTROL is None:
+        return PREEMPTED
+    (CONTROL / "preempted").touch()  # torchrun would turn a status of 75 into 1
+    return 0
 
 
 def is_peer_failure(error: Exception) -> bool:

@@ -8,13 +8,17 @@ r, r+D, r+2D, ...: the number of ranks decides who computes a grain, never what 
 
 import hashlib
 import math
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+
+from .distributed import LOCAL_WORLD_SIZE
+from .run import ignore_stop_signals
 
 Key = tuple[int, int]  # (epoch, index in the data set)
 
@@ -80,12 +84,11 @@ class GrainSampler(DistributedSampler):
     def __init__(
         self,
         dataset: Dataset,
-        *,
-        seed: int,
         global_batch_size: int,
         micro_batch_size: int,
         rank: int,
         size: int,
+        seed: int,
         steps: int,
     ) -> None:
         super().__init__(dataset, num_replicas=size, rank=rank, seed=seed)
@@ -110,6 +113,24 @@ class GrainSampler(DistributedSampler):
     def has_grain(self, turn: int) -> bool:
         """False where this rank must run a grain a second time, with weight 0, to keep in step."""
         return self.grain(turn) < self.grains
+
+    def describe(self) -> str:
+        """The batch arithmetic in plain words, with a better micro-batch size where much idles."""
+        idle = 1 - self.grains / (self.rounds * self.num_replicas)
+        text = (
+            f"a step is {self.global_batch_size} samples: {self.grains} micro-batches of "
+            f"{self.micro_batch_size}, run by {self.num_replicas} rank(s) in {self.rounds} round(s); "
+            f"{idle:.0%} of the ranks' time is idle"
+        )
+        fits = [
+            m
+            for m in range(1, self.global_batch_size // self.num_replicas + 1)
+            if self.global_batch_size % (m * self.num_replicas) == 0
+        ]
+        if idle >= 0.1 and fits:
+            best = min(fits, key=lambda m: abs(m - self.micro_batch_size))
+            text += f" (none with train.micro_batch_size {best})"
+        return text
 
     def __len__(self) -> int:
         return max(0, self.steps - self.step) * self.rounds * self.micro_batch_size
@@ -139,6 +160,7 @@ class EvaluationSampler(Sampler[list[Key]]):
     """
 
     def __init__(self, n: int, batch_size: int, rank: int, size: int) -> None:
+        self.seed = 0  # nothing random belongs in an evaluation; if it is there, it stays the same
         self.n, self.batch_size, self.rank, self.size = n, batch_size, rank, size
         self.batches = -(-n // batch_size)
 
@@ -167,3 +189,22 @@ class Keyed(Dataset):
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)  # the CPU's alone: a worker must not touch the GPU
         return self.dataset[index]
+
+
+def make_loader(
+    dataset: Dataset, sampler: GrainSampler | EvaluationSampler, workers: int, device: torch.device
+) -> DataLoader:
+    """A loader of the sampler's micro-batches; `workers` per rank, at most the cores there are for it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(workers, cores // LOCAL_WORLD_SIZE)
+    grains = isinstance(sampler, GrainSampler)
+    return DataLoader(
+        Keyed(dataset, sampler.seed),
+        batch_size=sampler.micro_batch_size if grains else 1,
+        sampler=sampler if grains else None,
+        batch_sampler=None if grains else sampler,
+        num_workers=workers,
+        worker_init_fn=ignore_stop_signals,
+        pin_memory=device.type != "cpu",
+        timeout=600 if workers else 0,  # a stuck worker is an error, not a silent hang
+    )
