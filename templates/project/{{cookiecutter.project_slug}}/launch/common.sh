@@ -100,7 +100,8 @@ choose_ranks() { # sets NPROC_PER_NODE, and BACKEND where there are no GPUs to u
     if [ "$NNODES" -gt 1 ] && [ "$hidden$BACKEND" != 0auto ]; then
       die "no GPU on this node: set BACKEND=gloo on every node to train on CPUs"
     fi
-    say "no GPU found: $NPROC_PER_NODE of $GPUS_PER_NODE ranks a node, on the CPU with gloo"
+    say "no GPU found: training on the CPU with gloo (GPUS_PER_NODE=$GPUS_PER_NODE, $cores core(s)," \
+      "at most one rank a core)"
     BACKEND=gloo
   fi
   # torchrun's own default is 1, with a warning.
@@ -159,10 +160,15 @@ finish() { # PID: its exit status once it has ended, whatever signals come meanw
 # --- the launch ---------------------------------------------------------------------------------
 
 launch() { # TRAIN.PY OPTIONS...; torchrun's options are in RENDEZVOUS. Ends the script.
-  local status=0
-  if [ -f prepare.py ]; then # before any rank: none waits for another in here
-    "$PYTHON" prepare.py "$@" &
-    finish $! || die "prepare.py failed, training was not started"
+  local status=0 option
+  for option in "$@"; do
+    case $option in -h | --help) env -u SCAFFOLD_CONTROL "$PYTHON" train.py --help && exit ;; esac
+  done
+  if [ -f prepare.py ]; then # before any rank, so that none waits for another's preparing
+    env -u SCAFFOLD_CONTROL "$PYTHON" prepare.py "$@" & # it says itself what is wrong
+    finish $! || status=$?
+    [ "$status" -le 128 ] || die "prepare.py was killed by signal $((status - 128))"
+    [ "$status" -eq 0 ] || exit 1
   fi
 
   (
@@ -216,8 +222,8 @@ whole_number MAX_RESTARTS "$MAX_RESTARTS" 0
 # Without this a restarted rank may look for its peers where they were before.
 [ "$MAX_RESTARTS" -eq 0 ] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-find_python                # before cd: PYTHON may be relative
-cd -- "$PROJECT_DIR"       # paths in the config are relative to the project
+find_python # before cd, since PYTHON may be relative
+cd -- "$PROJECT_DIR" || exit 1 # paths in the config are relative to the project
 ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true # data loaders pass many open files around
 
 SCAFFOLD_CONTROL=$(mktemp -d "${TMPDIR:-/tmp}/launch.XXXXXX")

@@ -18,5 +18,6 @@ asked_nodes=${NNODES:-1}
 [ "$NNODES" = 1 ] || say "this machine alone; launch/node.sh starts one of the $NNODES machines of topology.env"
 NNODES=1
 choose_ranks
-RENDEZVOUS=(--standalone --nnodes=1) # standalone: a free port, so that two launches never clash
+# shellcheck disable=SC2034 # common.sh uses it. Standalone: on a free port, so launches never clash.
+RENDEZVOUS=(--standalone --nnodes=1)
 launch "$@"

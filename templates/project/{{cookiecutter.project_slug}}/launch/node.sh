@@ -125,7 +125,8 @@ if [ "$NODE_RANK" -gt 0 ]; then
   await_node_0 &
   finish $! || exit 1
 fi
-# Static rendezvous: nodes are numbered as told (torchrun's c10d ignores --node-rank).
+# Static rendezvous numbers the nodes as told; torchrun's c10d ignores --node-rank.
+# shellcheck disable=SC2034 # common.sh uses it
 RENDEZVOUS=(--nnodes="$NNODES" --node-rank="$NODE_RANK"
   --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
 launch "$@"
