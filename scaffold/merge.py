@@ -54,7 +54,9 @@ def merge(base: str, yours: str, new: str) -> Merged:
     done = conflicts = 0
     for start, end, changes in _regions(*(changes_between(old, side) for side in sides)):
         merged += old[done:start]
-        mine, theirs = (_replay(old, start, end, *both) for both in zip(sides, changes))
+        mine, theirs = (
+            _replay(old, start, end, *both) for both in zip(sides, changes, strict=True)
+        )
         if not changes[1]:
             merged += mine
         elif not changes[0]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import scaffold
 from scaffold.errors import AnswerError, ScaffoldError
 from scaffold.manifest import Owner
 from scaffold.render import File, Tree
@@ -28,11 +30,11 @@ def base_path(path: str) -> str:
 
 
 def text_of(content: bytes) -> str | None:
-    """The text of a file with LF line ends, or None for a binary or undecodable one."""
+    """The text of a file, with LF and no byte order mark; None for a binary or undecodable one."""
     if b"\0" in content[:8192]:
         return None
     try:
-        return content.decode("utf-8").replace("\r\n", "\n")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         return None
 
@@ -105,11 +107,16 @@ class State:
         return (json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
+def release(version: str) -> tuple[int, ...]:
+    """A version's numbers, to compare."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
 def read(project: Path) -> State:
     """The state of a project, with the base of every file whose stored bytes are intact."""
     try:
         data = json.loads((project / STATE).read_text("utf-8"))
-        if data["schema"] > SCHEMA:
+        if data["schema"] > SCHEMA or release(data["version"]) > release(scaffold.__version__):
             raise AnswerError(
                 f"{project} was made by a newer scaffold ({data['version']}); "
                 "upgrade torch-scaffold, then run this again."
@@ -126,8 +133,21 @@ def read(project: Path) -> State:
         ) from None
 
 
+def rebuilt(state: State, tree: Tree) -> State:
+    """The state with missing bases taken from `tree`, what its answers give, if hashes prove them."""
+    files = dict(state.files)
+    for path, record in state.files.items():
+        file = tree.get(path)
+        if record.base is None and file and digest(file.content) == record.sha256:
+            files[path] = replace(record, base=file.content)
+    return replace(state, files=files)
+
+
 def _record(project: Path, path: str, entry: Mapping[str, Any]) -> Record:
     """A record of the state with its stored base, as far as the hash proves that one."""
+    for inside in (path, entry.get("moved", path)):
+        if Path(inside).is_absolute() or ".." in Path(inside).parts:
+            raise ValueError(f"{inside} leads out of the project")
     try:
         base: bytes | None = (project / base_path(path)).read_bytes()
     except OSError:
