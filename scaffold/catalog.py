@@ -15,11 +15,12 @@ class Model:
     help: str
     task: str
     global_batch_size: (
-        int  # a multiple of 48 x the micro-batch's divisors: most rank counts idle nothing
+        int  # a multiple of 48, so that most rank counts idle nothing
     )
     micro_batch_size: int
     lr: str  # text, so that the config file shows it as it is written here
     steps: int
+    heads: int = 0  # attention heads, which tensor parallelism deals out to the ranks of a node
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ MODELS = {
     "mlp": Model("multi-layer perceptron, for tables", "tabular", 384, 16, "3e-3", 300),
     "resnet": Model("torchvision's ResNet, for images", "image", 192, 16, "1e-3", 200),
     "vit": Model("vision transformer, for images", "image", 192, 8, "1e-3", 200),
-    "gpt": Model("decoder-only transformer, for text", "text", 96, 4, "1e-3", 200),
+    "gpt": Model("decoder-only transformer, for text", "text", 96, 4, "1e-3", 200, heads=4),
 }
 
 DATA = {

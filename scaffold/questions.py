@@ -239,6 +239,18 @@ def _strategy_fits_nodes(nodes: int, strategy: str) -> str | None:
     )
 
 
+def _heads_fit_node(model: str, gpus: int, strategy: str) -> str | None:
+    heads = catalog.MODELS[model].heads
+    if strategy != "fsdp-tp" or not heads or heads % gpus == 0:
+        return None
+    fits = either(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    return (
+        f"--strategy fsdp-tp deals the {heads} attention heads of {model} out to the GPUs of a "
+        f"node, and {gpus} cannot share them evenly; use --gpus-per-node {fits}, or "
+        f"--strategy fsdp."
+    )
+
+
 def _batch_fits_model(model: str, batch: int) -> str | None:
     micro = catalog.MODELS[model].micro_batch_size
     if batch % micro == 0:
@@ -260,10 +272,11 @@ def _path_fits_data(data: str, path: str) -> str | None:
     return None
 
 
-RULES: tuple[tuple[tuple[str, str], Callable[..., str | None]], ...] = (
+RULES: tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...] = (
     (("model", "data"), _data_fits_model),
     (("model", "strategy"), _strategy_fits_model),
     (("nodes", "strategy"), _strategy_fits_nodes),
+    (("model", "gpus-per-node", "strategy"), _heads_fit_node),
     (("model", "global-batch-size"), _batch_fits_model),
     (("data", "data-path"), _path_fits_data),
 )

@@ -111,7 +111,8 @@ def _cookiecutter(template: Path, variables: dict[str, Any], output: str) -> Non
         raise InternalError(f"a template does not render: {error.message} {error.error.message}")
     except TemplateError as error:
         where = getattr(error, "filename", None) or getattr(error, "name", None) or "?"
-        raise InternalError(f"the template {where} does not render: {error}")
+        why = str(error).splitlines()[0]
+        raise InternalError(f"the template {where} does not render: {why}")
     except CookiecutterException as error:
         raise InternalError(f"the template does not render: {error}")
 
@@ -122,7 +123,10 @@ def _finish(path: str, content: bytes) -> bytes:
         text = content.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InternalError(f"the template of {path} is not UTF-8: {error}")
-    return (_black(path, text) if path.endswith(".py") else text).encode("utf-8")
+    if path.endswith(".py"):
+        text = _black(path, text)
+    # An included part ends its last line, and so does the file that includes it.
+    return (text.rstrip("\n") + "\n" if text.strip() else "").encode("utf-8")
 
 
 def _black(path: str, source: str) -> str:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment, files, scaffold, scaffold_process
 
+from helpers import environment, files, scaffold, scaffold_process
 from scaffold import catalog, questions, render
 
 
