@@ -5,11 +5,10 @@ A new project takes the same way, with nothing as base and nothing on disk.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from scaffold.disk import Disk, Found, dressed, same
@@ -199,8 +198,6 @@ class _Planner:
                 raise ScaffoldError(
                     f"{parent} is no folder, but {path} belongs there; move it away."
                 )
-            if not Path(os.path.realpath(here)).is_relative_to(os.path.realpath(self.disk.root)):
-                raise ScaffoldError(f"{parent} leads out of the project; {path} belongs there.")
 
     def _unwanted(self, path: str, at: str, record: Record, yours: Found | None) -> None:
         """The answers no longer generate it: delete it, unless the person edited it."""
@@ -246,7 +243,7 @@ class _Planner:
             self._aside(path, at, new, "differs, and what was last generated is lost or changed")
         elif same(base, new.content):
             self._write(at, record, yours, yours.content, new)
-            if self._pending(at, base):
+            if self.disk.found(at + ASIDE):
                 self._say(path, Action.KEEP, f"{at}{ASIDE} awaits you", problem=True, at=at)
             else:
                 self._say(path, Action.KEEP, "you changed it", at=at)
@@ -265,7 +262,7 @@ class _Planner:
         base, mine, text = (text_of(c) for c in (record.base, yours.content, new.content))
         if base is None or mine is None or text is None:
             return self._aside(path, at, new, "is no text, and both sides changed it")
-        if self._pending(at, record.base):
+        if self.disk.found(at + ASIDE):
             return self._aside(path, at, new, f"still awaits what {at}{ASIDE} brought")
         if path.endswith(".toml"):
             try:
@@ -310,23 +307,18 @@ class _Planner:
         """Keep the person's file and put the new one beside it."""
         beside = at + ASIDE
         record, found = self.old.files.get(path), self.disk.found(beside)
-        if found and not found.foreign and same(found.content, new.content):
-            pass
-        elif found and not (record and record.base and self._pending(at, record.base)):
+        if found and found.foreign:
+            # Nowhere to put it: the base stays what it was, so that it is offered again.
+            self.records.pop(path)
+            if record:
+                self.records[path] = record
+            return self._say(path, Action.CONFLICT, f"{why}; left alone", problem=True, at=at)
+        if found is None or (record and record.base and self._pending(at, record.base)):
+            self.writes[beside] = new
+        elif not same(found.content, new.content):
             raise ScaffoldError(
                 f"{beside} is in the way: take over from it what you want, delete it, run again."
             )
-        else:
-            try:
-                self._check_way(beside)
-            except ScaffoldError:
-                # Nowhere to put it: the base stays, so that it is offered again.
-                if record:
-                    self.records[path] = record
-                else:
-                    del self.records[path]
-                return self._say(path, Action.CONFLICT, f"{why}; left alone", problem=True, at=at)
-            self.writes[beside] = new
         self._say(path, Action.CONFLICT, f"{why}; the new one is {beside}", problem=True, at=at)
 
     def _pending(self, at: str, base: bytes) -> bool:
