@@ -38,6 +38,7 @@ control, out = Path(os.environ["SCAFFOLD_CONTROL"]), Path(os.environ["OUT"])
 dist.init_process_group(os.environ["BACKEND"])
 rank = dist.get_rank()
 loader = subprocess.Popen(["sleep", "300"])  # as a data loader: in the rank's process group
+sys.excepthook = lambda *_: loader.kill()
 started = {
     "argv": sys.argv, "cwd": os.getcwd(), "world": dist.get_world_size(), "loader": loader.pid,
     "pid": os.getpid(), "node": int(os.environ["GROUP_RANK"]), "local": int(os.environ["LOCAL_RANK"]),
