@@ -74,7 +74,10 @@ except OSError:
     needed = int(nodes) > 1  # a name without an address serves no better
 if needed and sys.platform == "linux" and family == socket.AF_INET:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing; the kernel picks the address to send from
+        try:
+            probe.connect(address)  # sends nothing; the kernel picks the address to send from
+        except OSError as error:
+            fail(f"no way from here to MASTER_ADDR={host}: {error.strerror}")
         own = probe.getsockname()[0]
         for name in interfaces:
             request = struct.pack("256s", name.encode())
