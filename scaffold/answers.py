@@ -84,9 +84,15 @@ Ask = Callable[[Question, Values], Any]
 def read(path: Path) -> dict[str, Any]:
     """The answers in a TOML file, parsed one by one; relative paths start at its folder."""
     try:
-        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+        return parse(path.read_bytes(), path)
     except OSError as error:
         raise AnswerError(f"cannot read {path}: {error.strerror or error}.")
+
+
+def parse(content: bytes, path: Path) -> dict[str, Any]:
+    """The same from the bytes of such a file; `path` is for the messages and relative paths."""
+    try:
+        table = tomllib.loads(content.decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise AnswerError(f"{path} is not valid TOML: {error}.")
     given = {}

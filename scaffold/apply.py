@@ -206,6 +206,8 @@ def _stage(project: Path, plan: Plan) -> _Journal:
         if now.actual(path) != plan.disk.actual(path):
             raise ScaffoldError(f"{path} changed meanwhile; nothing was changed, run this again.")
         here = project / path
+        if file is None and not here.exists():
+            continue
         if here.exists():
             copy = folder / "old" / path
             copy.parent.mkdir(parents=True, exist_ok=True)

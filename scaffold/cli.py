@@ -6,15 +6,18 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from scaffold import __version__, questions
-from scaffold.errors import AnswerError
+from scaffold.errors import AnswerError, ScaffoldError
+
+if TYPE_CHECKING:
+    from scaffold.regenerate import Change
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -64,7 +67,16 @@ def _help(question: questions.Question) -> str:
 
 def answer_options(command: Command) -> Command:
     """Add an option for every question."""
-    for question in reversed(questions.QUESTIONS):
+    return _options(command, questions.QUESTIONS)
+
+
+def structure_options(command: Command) -> Command:
+    """Add an option for every answer that a project follows."""
+    return _options(command, [q for q in questions.QUESTIONS if not q.setting])
+
+
+def _options(command: Command, asked: Sequence[questions.Question]) -> Command:
+    for question in reversed(asked):
         command = click.option(
             question.flag,
             type=AnswerType(question),
@@ -72,6 +84,17 @@ def answer_options(command: Command) -> Command:
             help=_help(question),
         )(command)
     return command
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    """The answers among the flags, keyed as questions."""
+    given = {}
+    for key, value in flags.items():
+        if value not in (None, ()):
+            question = questions.BY_KEY[key.replace("_", "-")]
+            # Several are given one at a time; only together they are parsed.
+            given[question.key] = question.parse(value) if question.kind == "choices" else value
+    return given
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -118,12 +141,7 @@ def new(
     questions.check_name(name)
     target = output_dir / name
     _check_target(target)
-    given = answers.read(answers_file) if answers_file else {}
-    for key, value in flags.items():
-        if value not in (None, ()):
-            question = questions.BY_KEY[key.replace("_", "-")]
-            # Several are given one at a time; only together they are parsed.
-            given[question.key] = question.parse(value) if question.kind == "choices" else value
+    given = {**(answers.read(answers_file) if answers_file else {}), **_given(flags)}
 
     interactive = not yes and sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
@@ -189,6 +207,134 @@ def options(as_json: bool) -> None:
     from scaffold import report
 
     click.echo(json.dumps(report.options(), indent=2) if as_json else report.options_text())
+
+
+project_argument = click.argument(
+    "project", metavar="[DIR]", type=click.Path(path_type=Path), default=Path()
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Show the plan, write nothing.")
+diff_option = click.option("--diff", "diffs", is_flag=True, help="Show each change line by line.")
+
+
+@cli.command()
+@project_argument
+@structure_options
+@click.option("--no-launcher", multiple=True, metavar="NAME", help="Take a launcher away.")
+@click.option("--restore", multiple=True, metavar="PATH", help="Bring back a file you deleted.")
+@click.option("--follow-renames", is_flag=True, help="Merge moved files at their new place.")
+@dry_run_option
+@diff_option
+@json_option
+def regenerate(
+    project: Path,
+    no_launcher: tuple[str, ...],
+    restore: tuple[str, ...],
+    follow_renames: bool,
+    dry_run: bool,
+    diffs: bool,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Follow changed answers, by flags or edited in scaffold.toml; keep what you wrote.
+
+    Exit code 1 says that files need you: they are marked ! in the report.
+    """
+    from scaffold import regenerate as existing
+
+    ask = sys.stdin.isatty() and sys.stdout.isatty() and not (dry_run or as_json)
+
+    def follow(path: str, at: str) -> bool:
+        question = f"{path} seems to be {at} now. Merge what is new into it?"
+        return follow_renames or (ask and click.confirm(question, default=True))
+
+    def plan() -> Change:
+        wanted = [os.path.normpath(path) for path in restore]
+        return existing.prepare(
+            project, _given(flags), without=no_launcher, restore=wanted, follow=follow
+        )
+
+    return _change(project, plan, dry_run, diffs, as_json)
+
+
+@cli.command()
+@project_argument
+@structure_options
+@dry_run_option
+@diff_option
+@json_option
+def adopt(project: Path, dry_run: bool, diffs: bool, as_json: bool, **flags: Any) -> int:
+    """Take in a project whose .scaffold/ was lost, or a folder of the same layout.
+
+    Your files stay; where they differ from what is generated, that is put beside them.
+    """
+    from scaffold import regenerate as existing
+
+    return _change(project, lambda: existing.adopt(project, _given(flags)), dry_run, diffs, as_json)
+
+
+def _change(
+    project: Path, plan: Callable[[], Change], dry_run: bool, diffs: bool, as_json: bool
+) -> int:
+    """Plan under the lock, write unless it is a dry run, report; 1 if files need the person."""
+    from scaffold import apply, report_change
+
+    if not project.is_dir():
+        raise AnswerError(f"{_shown(project)} is no folder; give that of a project.")
+    if dry_run:
+        if apply.interrupted(project):
+            raise ScaffoldError("a regenerate was cut off here; run it again, or `scaffold undo`.")
+        change = plan()
+    else:
+        with apply.locked(project):
+            if apply.recover(project):
+                click.echo("A regenerate that was cut off here is taken back first.", err=True)
+            change = plan()
+            apply.regenerate(project, change.plan)
+    if as_json:
+        data = report_change.as_data(change, written=not dry_run, diffs=diffs)
+        click.echo(json.dumps(data, indent=2))
+    else:
+        click.echo(report_change.text(change, written=not dry_run, diffs=diffs))
+        ending = "Dry run: nothing was written." if dry_run else report_change.ending(change)
+        click.echo("\n" + ending if ending else "", nl=bool(ending))
+    return 1 if change.plan.problems else 0
+
+
+@cli.command()
+@project_argument
+@json_option
+def status(project: Path, as_json: bool) -> int:
+    """Show what you changed since it was generated, what is unresolved, which answers hold."""
+    from scaffold import answers, regenerate, report_change
+
+    found = regenerate.status(project)
+    if as_json:
+        click.echo(json.dumps(report_change.status_data(found), indent=2))
+    else:
+        wishes = project / regenerate.ANSWERS
+        asked = answers.read(wishes) if wishes.is_file() else {}
+        asked = {k: list(v) if isinstance(v, tuple) else v for k, v in asked.items()}
+        click.echo(report_change.status_text(found, asked))
+    return 1 if found.unresolved or found.interrupted else 0
+
+
+@cli.command()
+@project_argument
+@click.option("--force", is_flag=True, help="Also where you edited a file since.")
+def undo(project: Path, force: bool) -> None:
+    """Put back what the last regenerate changed."""
+    from scaffold import apply
+
+    if not project.is_dir():
+        raise AnswerError(f"{_shown(project)} is no folder; give that of a project.")
+    with apply.locked(project):
+        if apply.recover(project):
+            click.echo("The regenerate that was cut off is taken back.")
+            return
+        changed = apply.undo(project, over_edits=force)
+    paths = [path for path in changed if not path.startswith(f"{apply.FOLDER}/")]
+    click.echo("\n".join(["Put back", *(f"  {path}" for path in paths)]))
 
 
 def main() -> None:

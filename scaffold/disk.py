@@ -69,6 +69,11 @@ class Disk:
             raise ScaffoldError(f"cannot read {here}: {error.strerror}; nothing was changed.")
         return Found(content, bool(mode & stat.S_IXUSR), real.relative_to(root).as_posix())
 
+    def below(self, folder: str) -> list[str]:
+        """Every file below a folder of the project."""
+        files = sorted(p for p in (self.root / folder).rglob("*") if not p.is_dir())
+        return [path.relative_to(self.root).as_posix() for path in files]
+
     def moved_to(self, path: str, content: bytes, known: Container[str | None]) -> str | None:
         """The file, none of the `known`, that most looks like the missing one.
 

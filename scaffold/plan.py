@@ -14,11 +14,12 @@ from typing import Any
 from scaffold.disk import Disk, Found, dressed, same
 from scaffold.errors import AnswerError, ScaffoldError
 from scaffold.manifest import Owner
-from scaffold.merge import has_markers, merge
+from scaffold.merge import Merged, has_markers, merge
+from scaffold.merge_env import merge_env
 from scaffold.merge_python import Broken, merge_python
 from scaffold.merge_toml import merge_toml, set_values
 from scaffold.render import File, Tree
-from scaffold.state import STATE, Record, State, base_path, digest, text_of
+from scaffold.state import BASE, STATE, Record, State, digest, text_of
 
 ASIDE = ".scaffold-new"
 
@@ -96,6 +97,9 @@ def compare(
             f"conflict markers are left in {', '.join(marked)}; resolve them, then run this again."
         )
     planner = _Planner(old, disk, tree, frozenset(restore), follow)
+    for path, found in disk.seen_as.items():  # what a migration moved arrives, whatever comes of it
+        file = File(found.content, Owner.MERGE, found.executable) if found else None
+        planner.writes[path] = file
     for path in sorted({*old.files, *tree}):
         planner.plan(path)
     state = State(version, answers, settings, planner.records)
@@ -157,9 +161,9 @@ class _Planner:
     def store(self, state: State) -> None:
         """Plan the writes inside `.scaffold/`, the state last."""
         stored = state.tree()
-        for path in self.old.files:
-            if base_path(path) not in stored and self.disk.found(base_path(path)):
-                self.writes[base_path(path)] = None
+        for base in self.disk.below(BASE):
+            if base not in stored:
+                self.writes[base] = None
         for path, file in stored.items():
             found = self.disk.found(path)
             if found is None or found.content != file.content:
@@ -283,6 +287,9 @@ class _Planner:
                 merged = merge(base, mine, text)
         except Broken as error:
             return self._aside(path, at, new, str(error))
+        if merged.conflicts and path.endswith(".env"):
+            variables = merge_env(base, mine, text)
+            merged = merged if variables is None else Merged(variables, 0)
         if merged.conflicts and not _takes_markers(path):
             return self._aside(path, at, new, "conflicts with what is new")
         self._write(at, record, yours, dressed(merged.text, yours.content), new)
