@@ -32,8 +32,11 @@ class Parallel:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config, self.device = config, device
         self.dtype = compute_dtype(config.train.precision, device)
-        # fp16 gradients underflow unless the loss is scaled up; the scaler is idle otherwise.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        # fp16 gradients underflow unless the loss is scaled up; the scaler is idle otherwise. It starts
+        # low and grows: an overflow at the start would skip a step on some numbers of ranks only.
+        self.scaler = torch.amp.GradScaler(
+            device.type, init_scale=2.0**10, enabled=self.dtype == torch.float16
+        )
 
     def data_parallel(self) -> tuple[int, int]:
         """This rank's place among the ranks that see different samples, and their number."""

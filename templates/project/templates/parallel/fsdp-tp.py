@@ -57,8 +57,11 @@ class Parallel:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config, self.device = config, device
         self.dtype = compute_dtype(config.train.precision, device)
-        # fp16 gradients underflow unless the loss is scaled up; the scaler is idle otherwise.
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        # fp16 gradients underflow unless the loss is scaled up; the scaler is idle otherwise. It starts
+        # low and grows: an overflow at the start would skip a step on some numbers of ranks only.
+        self.scaler = torch.amp.GradScaler(
+            device.type, init_scale=2.0**10, enabled=self.dtype == torch.float16
+        )
         tp_size = config.parallel.tp_size or LOCAL_WORLD_SIZE
         check_group_size("parallel.tp_size", tp_size)
         mesh = (dist.get_world_size() // tp_size, tp_size)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ class Checkpoints:
                         tensors, checkpoint_id=target, process_group=self.group, no_dist=not self.sharded
                     )
                 else:
-                    dcp.save(tensors, checkpoint_id=target, no_dist=not self.sharded)
+                    with warnings.catch_warnings(action="ignore"):  # it warns of a save by one rank
+                        dcp.save(tensors, checkpoint_id=target, no_dist=not self.sharded)
             except Exception as e:  # a full disk, for one: training goes on with the checkpoint before
                 error = e
         self.pending = (record, future)
@@ -218,7 +220,8 @@ class Checkpoints:
         failed = False
         if self.sharded or RANK == 0:
             try:
-                dcp.load(tensors, checkpoint_id=path, no_dist=not self.sharded)
+                with warnings.catch_warnings(action="ignore"):
+                    dcp.load(tensors, checkpoint_id=path, no_dist=not self.sharded)
             except Exception as error:
                 failed = True
                 log.warning("%s: %s", path.name, str(error).strip().splitlines()[-1])
@@ -262,13 +265,13 @@ def complete(folder: Path) -> list[Path]:
 
 def newest(config: Config) -> Path:
     """The checkpoint that `run.resume` names, or the newest of the run; UserError if there is none."""
+    if config.run.resume not in ("auto", "never"):
+        return PROJECT / config.run.resume
+    found: list[Path] = []
     with agreed():
-        if config.run.resume not in ("auto", "never"):
-            return PROJECT / config.run.resume
-        found = complete(config.run_dir / "checkpoints")
-        if not found:
+        if RANK == 0 and not (found := complete(config.run_dir / "checkpoints")):
             raise UserError(f"{config.run_dir} holds no complete checkpoint: train first, or give --run.dir.")
-    return from_rank_0(found[0])
+    return from_rank_0(found)[0]
 
 
 def check_shapes(model: nn.Module, path: Path) -> None:
@@ -307,7 +310,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
         state = get_model_state_dict(model)
         sharded = any(isinstance(value, DTensor) for value in state.values())
         if sharded or RANK == 0:
-            dcp.load({"model": state}, checkpoint_id=path, no_dist=not sharded)
+            with warnings.catch_warnings(action="ignore"):
+                dcp.load({"model": state}, checkpoint_id=path, no_dist=not sharded)
         if not sharded:
             broadcast(state)
         set_model_state_dict(model, state)
