@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class ParallelConfig:
-    find_unused_parameters: bool = False  # for a model that leaves some parameters out of some steps
+    find_unused_parameters: bool = (
+        False  # for a model that leaves some parameters out of some steps
+    )
 
 
 class Parallel:
@@ -79,7 +81,9 @@ class Parallel:
         """The norm of the whole gradient, which is scaled down to `max_norm` (0: only measured)."""
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
+    ) -> torch.Tensor:
         """Clips, updates the weights, clears the gradients; returns the gradient's norm."""
         self.scaler.unscale_(optimizer)  # before clipping: the norm must be the true one
         norm = self.clip(model, max_norm)

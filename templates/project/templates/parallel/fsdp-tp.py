@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 @dataclass
 class ParallelConfig:
     tp_size: int = 0  # ranks that split a matrix; 0: those of one node
-    reshard_after_forward: bool = True  # false: faster, but a block's weights stay until its backward
+    reshard_after_forward: bool = (
+        True  # false: faster, but a block's weights stay until its backward
+    )
 
 
 class Replicated(ParallelStyle):
@@ -43,7 +45,9 @@ class Replicated(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> object:
-            return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+            return tuple(
+                DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs
+            )
 
         def leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
             return output.to_local()
@@ -89,7 +93,9 @@ class Parallel:
             self._shard(block)
         materialise(model, "", self.device, config.run.seed, initialise)
         parallelize_module(model, self.mesh["tensor"], self._plan(model))
-        self._shard(model)  # the root comes last and takes what is left: embeddings, norms, the head
+        self._shard(
+            model
+        )  # the root comes last and takes what is left: embeddings, norms, the head
         return model
 
     def _plan(self, module: nn.Module) -> dict[str, ParallelStyle]:
@@ -129,9 +135,13 @@ class Parallel:
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """The norm of the whole gradient, which is scaled down to `max_norm` (0: only measured)."""
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm  # all ranks must reach this
+        return (
+            norm.full_tensor() if isinstance(norm, DTensor) else norm
+        )  # all ranks must reach this
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
+    ) -> torch.Tensor:
         """Clips, updates the weights, clears the gradients; returns the gradient's norm."""
         self.scaler.unscale_(optimizer)  # before clipping: the norm must be the true one
         norm = self.clip(model, max_norm)

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class ParallelConfig:
-    reshard_after_forward: bool = True  # false: faster, but a block's weights stay until its backward
+    reshard_after_forward: bool = (
+        True  # false: faster, but a block's weights stay until its backward
+    )
 
 
 class Parallel:
@@ -42,7 +44,9 @@ class Parallel:
         self.scaler = torch.amp.GradScaler(
             device.type, init_scale=2.0**10, enabled=self.dtype == torch.float16
         )
-        self.mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        self.mesh = init_device_mesh(
+            device.type, (dist.get_world_size(),), mesh_dim_names=("shard",)
+        )
 
     def data_parallel(self) -> tuple[int, int]:
         """This rank's place among the ranks that see different samples, and their number."""
@@ -64,7 +68,9 @@ class Parallel:
                 block.compile()  # in place, and before sharding
             self._shard(block)
         materialise(model, "", self.device, config.run.seed, initialise)
-        self._shard(model)  # the root comes last and takes what is left: embeddings, norms, the head
+        self._shard(
+            model
+        )  # the root comes last and takes what is left: embeddings, norms, the head
         return model
 
     def _shard(self, module: nn.Module) -> None:
@@ -94,9 +100,13 @@ class Parallel:
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """The norm of the whole gradient, which is scaled down to `max_norm` (0: only measured)."""
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm  # all ranks must reach this
+        return (
+            norm.full_tensor() if isinstance(norm, DTensor) else norm
+        )  # all ranks must reach this
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
+    ) -> torch.Tensor:
         """Clips, updates the weights, clears the gradients; returns the gradient's norm."""
         self.scaler.unscale_(optimizer)  # before clipping: the norm must be the true one
         norm = self.clip(model, max_norm)

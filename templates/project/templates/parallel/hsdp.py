@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 @dataclass
 class ParallelConfig:
     shard_size: int = 0  # ranks that share the weights; 0: those of one node
-    reshard_after_forward: bool = True  # false: faster, but a block's weights stay until its backward
+    reshard_after_forward: bool = (
+        True  # false: faster, but a block's weights stay until its backward
+    )
 
 
 class Parallel:
@@ -70,7 +72,9 @@ class Parallel:
                 block.compile()  # in place, and before sharding
             self._shard(block)
         materialise(model, "", self.device, config.run.seed, initialise)
-        self._shard(model)  # the root comes last and takes what is left: embeddings, norms, the head
+        self._shard(
+            model
+        )  # the root comes last and takes what is left: embeddings, norms, the head
         check_replicas(model, self.mesh["replicate"].get_group())
         return model
 
@@ -101,9 +105,13 @@ class Parallel:
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """The norm of the whole gradient, which is scaled down to `max_norm` (0: only measured)."""
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm  # all ranks must reach this
+        return (
+            norm.full_tensor() if isinstance(norm, DTensor) else norm
+        )  # all ranks must reach this
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
+    ) -> torch.Tensor:
         """Clips, updates the weights, clears the gradients; returns the gradient's norm."""
         self.scaler.unscale_(optimizer)  # before clipping: the norm must be the true one
         norm = self.clip(model, max_norm)
