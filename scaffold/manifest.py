@@ -50,6 +50,8 @@ SPECS = (
     FileSpec("prepare.py", when=_text),
     FileSpec("pyproject.toml"),
     FileSpec("scaffold.toml", Owner.ANSWERS),
+    FileSpec("tests/test_training.py"),
+    FileSpec("tests/tiny.py"),
     FileSpec("train.py"),
     FileSpec("{package}/__init__.py"),
     FileSpec("{package}/checkpoint.py"),

@@ -178,7 +178,7 @@ def _write(documents: dict[str, list[Path]], val_fraction: float, folder: Path) 
         for part, files in documents.items():
             digest.update(part.encode())
             tokens = sum(file.stat().st_size + 1 for file in files)
-            chunk = min(CHUNK, max(1, tokens // 16))  # a short text must be split too
+            chunk = min(CHUNK, max(1, tokens // 256))  # a short text needs small ones
             chunks = -(-tokens // chunk)
             held = held_out(chunks, val_fraction) if part == "all" else [part == "val"] * chunks
             position = 0

@@ -1,7 +1,7 @@
 """A decoder-only transformer as language models are built today.
 
 Pre-norm with RMSNorm, rotary positions (https://arxiv.org/abs/2104.09864), a SwiGLU perceptron
-(https://arxiv.org/abs/2002.05202) and no biases; initialised as GPT-2 was.
+(https://arxiv.org/abs/2002.05202) and no biases.
 """
 
 from dataclasses import dataclass
@@ -37,9 +37,11 @@ class Linear(nn.Linear):
     `initialise` sees one module at a time: what it must know stands in the module.
     """
 
-    def __init__(self, inputs: int, outputs: int, std: float = 0.02) -> None:
+    def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
         super().__init__(inputs, outputs, bias=False)
-        self.std = std
+        # Outputs as large as inputs. GPT-2's fixed 0.02 is this for a width of 2500; a small model
+        # would start with next to no attention and take long to find it.
+        self.std = scale * inputs**-0.5
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -61,13 +63,13 @@ def rotate(x: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal multi-head self-attention of (batch, time, width)."""
 
-    def __init__(self, config: ModelConfig, residual_std: float) -> None:
+    def __init__(self, config: ModelConfig, residual_scale: float) -> None:
         super().__init__()
         self.head_dim = config.width // config.heads
         self.wq = Linear(config.width, config.width)
         self.wk = Linear(config.width, config.width)
         self.wv = Linear(config.width, config.width)
-        self.wo = Linear(config.width, config.width, residual_std)
+        self.wo = Linear(config.width, config.width, residual_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         # (batch, heads, time, head_dim). The number of heads is left to view(): under tensor
@@ -83,11 +85,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: the values `w3(x)`, gated by `silu(w1(x))`, projected back by `w2`."""
 
-    def __init__(self, config: ModelConfig, residual_std: float) -> None:
+    def __init__(self, config: ModelConfig, residual_scale: float) -> None:
         super().__init__()
         self.w1 = Linear(config.width, config.hidden)
         self.w3 = Linear(config.width, config.hidden)
-        self.w2 = Linear(config.hidden, config.width, residual_std)
+        self.w2 = Linear(config.hidden, config.width, residual_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -99,11 +101,11 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         # Each block adds two branches: scaled down, their sum starts no larger than one of them.
-        residual_std = 0.02 / (2 * config.layers) ** 0.5
+        residual_scale = (2 * config.layers) ** -0.5
         self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.attention = Attention(config, residual_std)
+        self.attention = Attention(config, residual_scale)
         self.mlp_norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.mlp = MLP(config, residual_std)
+        self.mlp = MLP(config, residual_scale)
         # Dropout only here and after the embedding, where tensor-parallel ranks hold the same
         # values: inside a branch each would drop out its own.
         self.dropout = nn.Dropout(config.dropout)
@@ -130,13 +132,16 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         self.embedding = Embedding(vocab_size, config.width)
+        self.scale = config.width**0.5
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.head = None if config.tied else Linear(config.width, vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.dropout(self.embedding(tokens))
+        # The weights start small, so that the logits do where they are tied; scaled up, as in Gemma,
+        # what goes in is nearly as large as what the first branches add to it.
+        x = self.dropout(self.embedding(tokens) * self.scale)
         for layer in self.layers:
             x = layer(x)
         x = self.norm(x)

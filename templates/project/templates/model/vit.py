@@ -101,12 +101,14 @@ def initialise(name: str, module: nn.Module) -> None:
     its `name`: so the same weights arise however many ranks share them.
     """
     if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.normal_(module.weight, std=module.in_features**-0.5)
         nn.init.zeros_(module.bias)
     elif isinstance(module, (nn.Conv2d, nn.LayerNorm)):
         module.reset_parameters()
     elif isinstance(module, ViT):
-        nn.init.trunc_normal_(module.position, std=0.02)
+        # As large as the patches' own features. The customary 0.02 leaves a small model blind to
+        # positions for many steps.
+        nn.init.normal_(module.position, std=0.5)
     elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         raise NotImplementedError(f"initialise() in model.py does not know {name}: {type(module)}")
 

@@ -189,7 +189,7 @@ launch() { # TRAIN.PY OPTIONS...; torchrun's options are in RENDEZVOUS. Ends the
     cat "$SCAFFOLD_CONTROL/error" >&2
     exit 1
   elif [ -e "$SCAFFOLD_CONTROL/preempted" ]; then
-    say "stopped after saving a checkpoint: the next launch goes on from there"
+    say "stopped after saving a checkpoint, exit status 75"
     exit 75
   elif [ "$status" -ne 0 ]; then
     die "failed: the report above names the rank (exitcode -9 is often memory run out)"

@@ -1,0 +1,1 @@
+MODEL = ["--model.layers=2", "--model.width=16"]

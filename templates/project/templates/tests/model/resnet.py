@@ -1,0 +1,1 @@
+MODEL = ["--model.name=resnet18"]
