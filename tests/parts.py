@@ -37,12 +37,9 @@ def load(model: str, data: str) -> Parts:
     """The modules `model` and `data` of a package that holds these two parts."""
     name = f"parts_{model}_{data}"
     package = Path(_home.name) / name
-    package.mkdir()
-    (package / "__init__.py").touch()
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PARTS / "model" / f"{model}.py", package / "model.py")
     shutil.copy(PARTS / "data" / f"{data}.py", package / "data.py")
-    for shared in ("distributed.py", "sampler.py"):
-        shutil.copy(PACKAGE / shared, package / shared)
     if _home.name not in sys.path:
         sys.path.append(_home.name)
     importlib.invalidate_caches()
@@ -81,7 +78,7 @@ def train(
     part: ModuleType, model: nn.Module, data: Dataset, steps: int, batch_size: int, lr: float
 ) -> list[float]:
     """The mean loss of each step of a plain training loop."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     order = torch.Generator().manual_seed(0)
     losses = []
     model.train()

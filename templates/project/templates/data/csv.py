@@ -113,7 +113,7 @@ def _read(files: list[Path], config: DataConfig) -> Rows:
         try:
             # utf-8-sig: spreadsheets like to begin a CSV file with a byte order mark.
             with file.open(newline="", encoding="utf-8-sig") as lines:
-                reader = csv.reader(lines)
+                reader = csv.reader(lines, skipinitialspace=True)
                 columns = [name.strip() for name in next(reader, [])]
                 _check_header(file, columns, header or columns, config.target)
                 header = columns
