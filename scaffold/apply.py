@@ -71,15 +71,12 @@ def create(
 
 
 def write(path: Path, content: bytes, executable: bool = False, like: Path | None = None) -> None:
-    """Write one file with its folders, safely on the disk when this returns.
+    """Write one file with its folders.
 
     Permissions are those of `like` where there is such a file, but for the executable bit.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_bytes(content)
     mode = stat.S_IMODE((like if like and like.exists() else path).stat().st_mode)
     # Whoever may read it may run it, as chmod +x under a umask does.
     path.chmod(mode | (mode & 0o444) >> 2 if executable else mode & ~0o111)
@@ -111,16 +108,18 @@ def regenerate(project: Path, plan: Plan) -> None:
         journal = _stage(project, plan)
         for entry in journal.entries:
             _place(journal.folder / "new" / entry.path, project, entry)
-        _sync(*{(project / entry.path).parent for entry in journal.entries})
     except BaseException as error:
         with contextlib.suppress(OSError):
-            recover(project)
+            if staged := _journal(project / STAGED):
+                _put_back(project, staged, over_edits=False)
+            shutil.rmtree(project / STAGED, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
         pending = (project / STAGED / JOURNAL).exists()
         outcome = "`scaffold undo` puts back what was changed" if pending else "nothing was changed"
         raise ScaffoldError(f"cannot write {project}: {error.strerror or error}; {outcome}.")
     with contextlib.suppress(OSError):  # it is done; whoever comes next can tidy up
+        _sync(*{(project / entry.path).parent for entry in journal.entries})
         recover(project)
 
 
@@ -215,11 +214,13 @@ def _stage(project: Path, plan: Plan) -> _Journal:
             _sync(copy)
         if file is not None:
             write(folder / "new" / path, file.content, file.executable, like=here)
+            _sync(folder / "new" / path)
         entries.append(_Entry(path, _mark(here), _mark(folder / "new" / path)))
         made |= {str(f.relative_to(project)) for f in here.parents if not f.exists()}
     journal = _Journal(folder, entries, sorted(made))
     data = {"entries": [asdict(entry) for entry in entries], "made": journal.made}
     write(folder / f"{JOURNAL}.part", json.dumps(data).encode())
+    _sync(folder / f"{JOURNAL}.part")
     os.replace(folder / f"{JOURNAL}.part", folder / JOURNAL)
     _sync(folder)
     return journal

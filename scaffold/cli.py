@@ -57,8 +57,10 @@ class AnswerType(click.ParamType):  # type: ignore[type-arg]
         return [CompletionItem(n, help=text) for n, text in items if n.startswith(incomplete)]
 
 
-def _help(question: questions.Question) -> str:
+def _help(question: questions.Question, defaults: bool) -> str:
     text = question.help[0].upper() + question.help[1:] + "."
+    if not defaults:
+        return text
     if question.choices or (question.kind == "integer" and question.key != "global-batch-size"):
         value = question.default({})
         text += f"  [default: {', '.join(value) if isinstance(value, tuple) else value}]"
@@ -67,21 +69,22 @@ def _help(question: questions.Question) -> str:
 
 def answer_options(command: Command) -> Command:
     """Add an option for every question."""
-    return _options(command, questions.QUESTIONS)
+    return _options(command, questions.QUESTIONS, defaults=True)
 
 
 def structure_options(command: Command) -> Command:
     """Add an option for every answer that a project follows."""
-    return _options(command, [q for q in questions.QUESTIONS if not q.setting])
+    asked = [question for question in questions.QUESTIONS if not question.setting]
+    return _options(command, asked, defaults=False)
 
 
-def _options(command: Command, asked: Sequence[questions.Question]) -> Command:
+def _options(command: Command, asked: Sequence[questions.Question], *, defaults: bool) -> Command:
     for question in reversed(asked):
         command = click.option(
             question.flag,
             type=AnswerType(question),
             multiple=question.kind == "choices",
-            help=_help(question),
+            help=_help(question, defaults),
         )(command)
     return command
 
@@ -210,7 +213,10 @@ def options(as_json: bool) -> None:
 
 
 project_argument = click.argument(
-    "project", metavar="[DIR]", type=click.Path(path_type=Path), default=Path()
+    "project",
+    metavar="[DIR]",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show the plan, write nothing.")
@@ -241,7 +247,9 @@ def regenerate(
     Exit code 1 says that files need you: they are marked ! in the report.
     """
     from scaffold import regenerate as existing
+    from scaffold import state
 
+    state.read(project)  # refuses before anything is written, the lock included
     ask = sys.stdin.isatty() and sys.stdout.isatty() and not (dry_run or as_json)
 
     def follow(path: str, at: str) -> bool:
@@ -270,6 +278,7 @@ def adopt(project: Path, dry_run: bool, diffs: bool, as_json: bool, **flags: Any
     """
     from scaffold import regenerate as existing
 
+    existing.check_adoptable(project)
     return _change(project, lambda: existing.adopt(project, _given(flags)), dry_run, diffs, as_json)
 
 
@@ -279,8 +288,6 @@ def _change(
     """Plan under the lock, write unless it is a dry run, report; 1 if files need the person."""
     from scaffold import apply, report_change
 
-    if not project.is_dir():
-        raise AnswerError(f"{_shown(project)} is no folder; give that of a project.")
     if dry_run:
         if apply.interrupted(project):
             raise ScaffoldError("a regenerate was cut off here; run it again, or `scaffold undo`.")
@@ -324,16 +331,15 @@ def status(project: Path, as_json: bool) -> int:
 @click.option("--force", is_flag=True, help="Also where you edited a file since.")
 def undo(project: Path, force: bool) -> None:
     """Put back what the last regenerate changed."""
-    from scaffold import apply
+    from scaffold import apply, state
 
-    if not project.is_dir():
-        raise AnswerError(f"{_shown(project)} is no folder; give that of a project.")
+    state.read(project)  # before anything is written, the lock included
     with apply.locked(project):
         if apply.recover(project):
             click.echo("The regenerate that was cut off is taken back.")
             return
         changed = apply.undo(project, over_edits=force)
-    paths = [path for path in changed if not path.startswith(f"{apply.FOLDER}/")]
+    paths = [path for path in changed if not path.startswith(f"{state.FOLDER}/")]
     click.echo("\n".join(["Put back", *(f"  {path}" for path in paths)]))
 
 

@@ -121,13 +121,19 @@ def prepare(
     return Change(project, before, after, plan, made_by)
 
 
+def check_adoptable(project: Path) -> None:
+    """Refuse a folder that needs no `adopt`, or that looks like no project."""
+    if (project / state.STATE).exists():
+        raise AnswerError(f"{project} has its {state.STATE}; use `scaffold regenerate`.")
+    if not any((project / name).is_file() for name in (ANSWERS, "train.py")):
+        raise AnswerError(f"{project} looks like no project: no {ANSWERS} and no train.py.")
+
+
 def adopt(project: Path, flags: Mapping[str, Any]) -> Change:
     """Plan to take a folder of the same layout whose `.scaffold/` is lost under its wings.
 
     Files that are not as they would be generated stay; the generated ones are put beside them.
     """
-    if (project / state.STATE).exists():
-        raise AnswerError(f"{project} has its {state.STATE}; use `scaffold regenerate`.")
     disk = Disk(project)
     given = {**_read(disk), **flags}
     name = str(given.pop("name", project.resolve().name))

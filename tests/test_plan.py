@@ -7,10 +7,10 @@ import stat
 from pathlib import Path
 
 import pytest
-from trees import Content, Project, step, tree
 
 from scaffold.errors import AnswerError, ScaffoldError
 from scaffold.plan import Action
+from trees import Content, Project, step, tree
 
 ABC = "a\nb\nc\nd\ne\n"
 YOURS_A = "A\nb\nc\nd\ne\n"
@@ -117,7 +117,7 @@ def test_table(name: str, tmp_path: Path) -> None:
         after.encode() if isinstance(after, str) else after
     )
     beside = here.with_name(here.name + ".scaffold-new")
-    in_place = action != Action.CONFLICT or path.endswith("toml") and "broken" not in name
+    in_place = action != Action.CONFLICT or (path.endswith("toml") and "broken" not in name)
     assert beside.exists() != in_place
     if not in_place and new is not None:
         assert beside.read_bytes() == (new.encode() if isinstance(new, str) else new)
