@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from .distributed import UserError
+from .distributed import WORLD_SIZE, UserError
 from .sampler import held_out
 
 END = 256  # the token after each document; it also stands before the first
@@ -77,6 +77,8 @@ def build(config: DataConfig, project: Path) -> Data:
     """The training windows and the held-out windows of a text that `prepare` has prepared."""
     if config.context < 1:
         raise UserError(f"data.context is {config.context}; it starts at 1")
+    if WORLD_SIZE == 1:
+        prepare(config, project)  # by itself, since no other rank waits for it
     root = _root(config, project)
     folder = _folder(config, project, _documents(root)) if config.path or root.exists() else None
     meta = _meta(folder) if folder else None

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,7 @@ CONTROL = Path(os.environ["SCAFFOLD_CONTROL"]) if "SCAFFOLD_CONTROL" in os.envir
 PREEMPTED = 75  # EX_TEMPFAIL: try again
 
 T = TypeVar("T")
-log = logging.getLogger("train")
-log.setLevel(logging.INFO)
-log.addHandler(logging.StreamHandler(sys.stdout))
-log.handlers[0].setLevel(logging.INFO if RANK == 0 else logging.CRITICAL)  # the others: in their files
+log = logging.getLogger("train")  # rank 0 speaks; what the others say stands in their log files
 
 
 class UserError(Exception):
@@ -44,6 +41,8 @@ def start(timeout: timedelta) -> torch.device:
     backend, or gloo on the CPU. No collective waits longer than `timeout` for a missing rank.
     Raises UserError where backend and machine do not fit.
     """
+    if CONTROL and LOCAL_RANK == 0:
+        (CONTROL / "error").unlink(missing_ok=True)  # of an attempt before torchrun's restart
     backend = os.environ.get("BACKEND") or "auto"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if backend == "mpi" and not dist.is_mpi_available():
@@ -135,6 +134,11 @@ def run(main: Callable[[], int]) -> None:
     Nothing after an error is a collective: the other ranks may never come, and their waiting would
     bury the cause. The launcher ends them.
     """
+    sys.stdout, sys.stderr = Unbreakable(sys.stdout), Unbreakable(sys.stderr)  # type: ignore[assignment]
+    console = logging.StreamHandler(sys.stdout)
+    console.setLevel(logging.INFO if RANK == 0 else logging.CRITICAL)
+    log.setLevel(logging.INFO)
+    log.addHandler(console)
     try:
         status = main()
     except UserError as error:
@@ -158,6 +162,29 @@ def run(main: Callable[[], int]) -> None:
     sys.exit(status)
 
 
+class Unbreakable:
+    """A stream whose reader may go: a closed terminal or a dead `tee` must not take the run along."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._try(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, method: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return method(*arguments)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            return method(*arguments)
+
+
 def report(message: str, once: bool = False) -> None:
     """Leaves the readable cause of a failure with the launch script, or on stderr without one.
 
@@ -176,7 +203,8 @@ def preempted() -> int:
     """The exit status of a run that was told to stop and has saved: 75, by way of the launch script."""
     if CONTROL is None:
         return PREEMPTED
-    (CONTROL / "preempted").touch()  # torchrun would turn a status of 75 into 1
+    with contextlib.suppress(OSError):  # gone where the launch script was killed
+        (CONTROL / "preempted").touch()  # torchrun would turn a status of 75 into 1
     return 0
 
 

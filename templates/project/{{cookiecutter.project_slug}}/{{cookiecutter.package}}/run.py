@@ -34,7 +34,9 @@ class StopSignal:
         self.raised = True
 
     def __bool__(self) -> bool:
-        return self.raised or (CONTROL is not None and (CONTROL / "stop").exists())
+        if CONTROL is None or self.raised:
+            return self.raised
+        return (CONTROL / "stop").exists() or not CONTROL.exists()  # the script is gone: stop too
 
 
 def ignore_stop_signals(worker: int = 0) -> None:
