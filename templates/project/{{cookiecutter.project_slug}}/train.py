@@ -4,7 +4,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
