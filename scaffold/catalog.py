@@ -14,9 +14,7 @@ class Model:
 
     help: str
     task: str
-    global_batch_size: (
-        int  # a multiple of 48, so that most rank counts idle nothing
-    )
+    global_batch_size: int  # a multiple of 48, so that most rank counts idle nothing
     micro_batch_size: int
     lr: str  # text, so that the config file shows it as it is written here
     steps: int
