@@ -6,6 +6,8 @@ The ranks of a group see the same samples and each computes a slice of every lar
 from __future__ import annotations
 
 import contextlib
+import logging
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +29,11 @@ from .distributed import LOCAL_WORLD_SIZE, check_group_size, compute_dtype
 from .model import TENSOR_PARALLEL, blocks, initialise
 from .model import build as build_model
 from .weights import checkpoint_activations, materialise
+
+# Both are about speed alone, and come once a rank: the logits are a view that nothing writes to, and
+# the gradient's norm is summed over one dimension of the mesh after the other.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
     from .config import Config

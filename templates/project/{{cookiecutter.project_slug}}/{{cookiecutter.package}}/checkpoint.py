@@ -34,6 +34,8 @@ from .distributed import RANK, UserError, agreed, from_rank_0, log, sum_over_ran
 from .run import Run
 
 Tensors = dict[str, Any]  # nested dicts of tensors
+# Under DDP rank 0 saves and loads by itself, on purpose.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
 
 
 class Checkpoints:
@@ -98,8 +100,7 @@ class Checkpoints:
                         tensors, checkpoint_id=target, process_group=self.group, no_dist=not self.sharded
                     )
                 else:
-                    with warnings.catch_warnings(action="ignore"):  # it warns of a save by one rank
-                        dcp.save(tensors, checkpoint_id=target, no_dist=not self.sharded)
+                    dcp.save(tensors, checkpoint_id=target, no_dist=not self.sharded)
             except Exception as e:  # a full disk, for one: training goes on with the checkpoint before
                 error = e
         self.pending = (record, future)
@@ -220,8 +221,7 @@ class Checkpoints:
         failed = False
         if self.sharded or RANK == 0:
             try:
-                with warnings.catch_warnings(action="ignore"):
-                    dcp.load(tensors, checkpoint_id=path, no_dist=not self.sharded)
+                dcp.load(tensors, checkpoint_id=path, no_dist=not self.sharded)
             except Exception as error:
                 failed = True
                 log.warning("%s: %s", path.name, str(error).strip().splitlines()[-1])
@@ -310,8 +310,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         state = get_model_state_dict(model)
         sharded = any(isinstance(value, DTensor) for value in state.values())
         if sharded or RANK == 0:
-            with warnings.catch_warnings(action="ignore"):
-                dcp.load({"model": state}, checkpoint_id=path, no_dist=not sharded)
+            dcp.load({"model": state}, checkpoint_id=path, no_dist=not sharded)
         if not sharded:
             broadcast(state)
         set_model_state_dict(model, state)

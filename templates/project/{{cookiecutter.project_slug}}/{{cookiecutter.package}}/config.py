@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tomllib
 from argparse import SUPPRESS
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,10 +97,17 @@ def load(argv: list[str], file: Path = PROJECT / "config.toml") -> Config:
 
 
 def load_for_run(argv: list[str]) -> Config:
-    """The configuration that an existing run was trained with, `argv` over it."""
-    config = load(argv)
-    used = config.run_dir / "config.toml"
-    return load(argv, used) if used.is_file() else config
+    """The configuration with the [model] and [data] of the run that `argv` names."""
+    used = load(argv).run_dir / "config.toml"
+    if not used.is_file():
+        return load(argv)
+    sections = tomllib.loads(used.read_text(encoding="utf-8"))
+    options = [
+        f"--{section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for section in ("data", "model")
+        for key, value in sections[section].items()
+    ]
+    return load([*options, *argv])
 
 
 def _check(config: Config) -> None:

@@ -119,8 +119,8 @@ class GrainSampler(DistributedSampler):
         idle = 1 - self.grains / (self.rounds * self.num_replicas)
         text = (
             f"a step is {self.global_batch_size} samples: {self.grains} micro-batches of "
-            f"{self.micro_batch_size}, run by {self.num_replicas} rank(s) in {self.rounds} round(s); "
-            f"{idle:.0%} of the ranks' time is idle"
+            f"{self.micro_batch_size}, run by {self.num_replicas} data-parallel rank(s) in "
+            f"{self.rounds} round(s), {idle:.0%} idle"
         )
         fits = [
             m
