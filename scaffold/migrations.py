@@ -7,7 +7,7 @@ otherwise now, or a generated file that has another path.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,12 +31,12 @@ MIGRATIONS: tuple[Migration, ...] = ()
 """In the order of their versions. Nothing has changed its name yet."""
 
 
-def migrate(state: State, disk: Disk, migrations: Sequence[Migration] = MIGRATIONS) -> State:
+def migrate(state: State, disk: Disk) -> State:
     """The state as this version names things; `disk` shows moved files at their new place.
 
     Nothing is written: what `disk` shows otherwise than it is becomes part of the plan.
     """
-    for migration in migrations:
+    for migration in MIGRATIONS:
         if release(migration.version) > release(state.version):
             answers, settings = (_renamed(migration, t) for t in (state.answers, state.settings))
             files = {
