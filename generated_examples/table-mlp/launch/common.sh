@@ -1,0 +1,231 @@
+# shellcheck shell=bash
+# What local.sh and node.sh share: they source it. Runs under Bash 3.2 too, the one of macOS.
+#
+# torchrun passes on neither a signal nor an exit status unharmed, so this script and the ranks
+# talk through a folder of the launch's own, $SCAFFOLD_CONTROL:
+#     stop        made here on the first signal; the ranks look for it once a step
+#     preempted   made by the ranks when their checkpoint is saved: the launch exits 75
+#     error       written by a rank that failed: why; printed last, the launch exits 1
+
+say() { printf 'launch: %s\n' "$*" >&2 || true; }
+die() { say "$@"; exit 1; }
+
+whole_number() { # NAME VALUE LEAST: ends the launch unless VALUE is a whole number from LEAST on
+  case $2 in
+    '' | *[!0-9]* | 0?* | ??????????*) ;;
+    *) [ "$2" -lt "$3" ] || return 0 ;;
+  esac
+  die "$1 must be a whole number, at least $3; it is '$2'"
+}
+
+find_python() { # sets PYTHON: its own value, the active environment's, the project's, or python3
+  local conda=${CONDA_PREFIX:-} environment
+  if [ -n "${PYTHON:-}" ]; then
+    case $PYTHON in /*) ;; */*) PYTHON=$PWD/$PYTHON ;; esac
+    command -v "$PYTHON" >/dev/null || die "PYTHON=$PYTHON cannot be run"
+    return
+  fi
+  # conda's "base" is active in every shell, so it tells nothing about what was chosen.
+  [ "${CONDA_DEFAULT_ENV:-}" != base ] || conda=''
+  for environment in "${VIRTUAL_ENV:-}" "$conda" "$PROJECT_DIR/.venv"; do
+    if [ -n "$environment" ] && [ -x "$environment/bin/python" ]; then
+      PYTHON=$environment/bin/python
+      return
+    fi
+  done
+  PYTHON=$(command -v python3) || die "no python3 found: activate an environment, or set PYTHON"
+}
+
+# Prints "GPUS CORES TORCH HIDDEN": the GPUs that torch sees, the cores that this process may use,
+# torch's version, and 1 where there are NVIDIA GPUs that torch does not see.
+look_at_machine() {
+  PYTHONSAFEPATH=1 "$PYTHON" - "$BACKEND" "$PROJECT_DIR" <<'PYTHON_CODE'
+import sys
+
+backend, project = sys.argv[1:]
+remedy = "activate the environment that has it, or in %s: " % project
+remedy += "python3 -m venv .venv && .venv/bin/pip install -e ."
+if sys.version_info < (3, 11):
+    sys.exit("launch: %s is Python %d.%d, 3.11 or newer is needed: %s"
+             % (sys.executable, sys.version_info[0], sys.version_info[1], remedy))
+
+import glob, os, re, shutil, signal, subprocess
+from importlib.metadata import PackageNotFoundError, version
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback
+try:
+    torch_version = version("torch")  # metadata: importing torch takes seconds
+except PackageNotFoundError:
+    sys.exit(f"launch: {sys.executable} has no torch: {remedy}")
+if tuple(map(int, re.findall(r"\d+", torch_version)[:2])) < (2, 13):
+    sys.exit(f"launch: torch {torch_version} of {sys.executable} is too old, 2.13 or newer is "
+             f"needed: {sys.executable} -m pip install --upgrade torch torchvision")
+
+gpus = hidden = 0
+if backend in ("auto", "nccl"):
+    try:
+        import torch
+    except Exception as error:
+        reason = str(error).strip().splitlines()[-1:]
+        sys.exit(f"launch: torch {torch_version} of {sys.executable} does not import: {reason}")
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type != "mps":  # no backend reaches Apple's GPU
+        gpus = torch.accelerator.device_count()
+    if not gpus and not (hidden := len(glob.glob("/dev/nvidia[0-9]*"))):
+        if smi := shutil.which("nvidia-smi"):
+            hidden = b"GPU " in subprocess.run([smi, "-L"], capture_output=True).stdout
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+print(gpus, cores, torch_version, int(bool(hidden)))
+PYTHON_CODE
+}
+
+choose_ranks() { # sets NPROC_PER_NODE, and BACKEND where there are no GPUs to use
+  local gpus cores torch hidden wanted=$GPUS_PER_NODE machine
+  machine=$(look_at_machine) # where it fails it has said why
+  read -r gpus cores torch hidden <<<"$machine"
+  if [ "$gpus" -gt 0 ]; then
+    [ "${NPROC_PER_NODE:-0}" -le "$gpus" ] ||
+      die "NPROC_PER_NODE=$NPROC_PER_NODE, but torch sees $gpus GPU(s): use at most $gpus, or BACKEND=gloo"
+    [ "$wanted" -le "$gpus" ] || wanted=$gpus
+  else
+    [ "$wanted" -le "$cores" ] || wanted=$cores
+  fi
+  : "${NPROC_PER_NODE:=$wanted}"
+
+  if [ "$gpus" -eq 0 ] && { [ "$BACKEND" = auto ] || [ "$BACKEND" = nccl ]; }; then
+    [ "$hidden" -eq 0 ] ||
+      say "WARNING: there are NVIDIA GPUs here, but torch $torch sees none: look at the driver," \
+        "CUDA_VISIBLE_DEVICES, and whether this torch was built for CUDA"
+    # A node that quietly took gloo would leave the others waiting for it in nccl.
+    if [ "$NNODES" -gt 1 ] && [ "$hidden$BACKEND" != 0auto ]; then
+      die "no GPU on this node: set BACKEND=gloo on every node to train on CPUs"
+    fi
+    say "no GPU found: training on the CPU with gloo (GPUS_PER_NODE=$GPUS_PER_NODE, $cores core(s)," \
+      "at most one rank a core)"
+    BACKEND=gloo
+  fi
+  # torchrun's own default is 1, with a warning.
+  [ -n "${OMP_NUM_THREADS:-}" ] || OMP_NUM_THREADS=$((cores / NPROC_PER_NODE))
+  [ "$OMP_NUM_THREADS" != 0 ] || OMP_NUM_THREADS=1
+  export BACKEND OMP_NUM_THREADS
+  say "$NPROC_PER_NODE rank(s) here, backend $BACKEND, $OMP_NUM_THREADS thread(s) each;" \
+    "torch $torch of $PYTHON"
+}
+
+# --- signals ------------------------------------------------------------------------------------
+
+SIGNALS=0   # signals so far
+ASKED_AT='' # when the first one came, in seconds
+KILLED=''   # set when the ranks were ended without saving
+CHILD=''    # the process being waited for
+AGENT=''    # torchrun's process, once it is started
+
+on_signal() { # NAME
+  SIGNALS=$((SIGNALS + 1))
+  if [ -z "$AGENT" ]; then
+    [ -z "$CHILD" ] || kill "$CHILD" 2>/dev/null || true
+    die "ended by SIG$1 before training began"
+  elif [ "$1" != QUIT ] && [ -z "$ASKED_AT" ]; then
+    ASKED_AT=$SECONDS
+    : >"$SCAFFOLD_CONTROL/stop"
+    say "SIG$1: the ranks finish their step, save and end; a second signal ends them at once"
+  elif [ "$1" = QUIT ] || [ $((SECONDS - ASKED_AT)) -ge 2 ]; then
+    KILLED=1 # sooner it is the same signal, come by two ways: timeout(1) sends it twice
+    kill_ranks
+  fi
+}
+
+kill_ranks() {
+  local worker
+  kill -STOP "$AGENT" 2>/dev/null || return 0 # so that it starts no other meanwhile
+  # Each worker leads a session of its own: its group has its data loaders, and no one else.
+  for worker in $(pgrep -P "$AGENT" 2>/dev/null || cat "/proc/$AGENT/task"/*/children); do
+    kill -KILL -- "-$worker" 2>/dev/null || kill -KILL "$worker" 2>/dev/null || true
+  done
+  kill -KILL "$AGENT" 2>/dev/null || true
+}
+
+finish() { # PID: its exit status once it has ended, whatever signals come meanwhile
+  local seen status
+  CHILD=$1
+  while :; do
+    seen=$SIGNALS status=0
+    wait "$1" 2>/dev/null || status=$?
+    [ "$SIGNALS" -ne "$seen" ] || break # else it may have been a signal that ended the wait
+  done
+  CHILD=''
+  return "$status"
+}
+
+# --- the launch ---------------------------------------------------------------------------------
+
+launch() { # TRAIN.PY OPTIONS...; torchrun's options are in RENDEZVOUS. Ends the script.
+  local status=0 option
+  for option in "$@"; do
+    case $option in -h | --help) env -u SCAFFOLD_CONTROL "$PYTHON" train.py --help && exit ;; esac
+  done
+  if [ -f prepare.py ]; then # before any rank, so that none waits for another's preparing
+    env -u SCAFFOLD_CONTROL "$PYTHON" prepare.py "$@" & # it says itself what is wrong
+    finish $! || status=$?
+    [ "$status" -le 128 ] || die "prepare.py was killed by signal $((status - 128))"
+    [ "$status" -eq 0 ] || exit 1
+  fi
+
+  (
+    # The ranks' own handlers and the file "stop" end a run well; torchrun must not end first.
+    trap '' HUP INT TERM USR1
+    # The lone -- keeps torchrun from reading train.py's options as abbreviations of its own.
+    exec "$PYTHON" -m torch.distributed.run "${RENDEZVOUS[@]}" \
+      --nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" \
+      --signals-to-handle=SIGQUIT --shutdown-timeout=5 --log-dir="$SCAFFOLD_CONTROL/logs" \
+      -- train.py "$@"
+  ) &
+  AGENT=$!
+  finish "$AGENT" || status=$?
+
+  if [ -n "$KILLED" ]; then
+    die "ended at once, without saving: the next launch goes on from the last checkpoint"
+  elif [ -s "$SCAFFOLD_CONTROL/error" ]; then # also where all ranks ended alike, with 0
+    cat "$SCAFFOLD_CONTROL/error" >&2
+    exit 1
+  elif [ -e "$SCAFFOLD_CONTROL/preempted" ]; then
+    say "stopped after saving a checkpoint, exit status 75"
+    exit 75
+  elif [ "$status" -ne 0 ]; then
+    die "failed: the report above names the rank (exitcode -9 is often memory run out)"
+  fi
+  exit 0
+}
+
+# --- set up -------------------------------------------------------------------------------------
+
+trap '' PIPE # a reader gone from a pipe must not take the launch down
+trap 'on_signal HUP' HUP
+trap 'on_signal INT' INT
+trap 'on_signal QUIT' QUIT
+trap 'on_signal TERM' TERM
+trap 'on_signal USR1' USR1
+
+PROJECT_DIR=$(CDPATH='' cd -- "$PROJECT_DIR" && pwd -P)
+[ -f "$PROJECT_DIR/train.py" ] || die "no train.py in $PROJECT_DIR"
+# shellcheck source=/dev/null
+. "$PROJECT_DIR/launch/topology.env"
+whole_number NNODES "$NNODES" 1
+whole_number GPUS_PER_NODE "$GPUS_PER_NODE" 1
+[ -z "${NPROC_PER_NODE:-}" ] || whole_number NPROC_PER_NODE "$NPROC_PER_NODE" 1
+case $BACKEND in
+  auto | nccl | gloo | mpi) ;;
+  *) die "BACKEND must be auto, nccl, gloo or mpi; it is '$BACKEND'" ;;
+esac
+: "${MAX_RESTARTS:=0}" # times that torchrun starts failed ranks again, from the last checkpoint
+whole_number MAX_RESTARTS "$MAX_RESTARTS" 0
+# Without this a restarted rank may look for its peers where they were before.
+[ "$MAX_RESTARTS" -eq 0 ] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+find_python # before cd, since PYTHON may be relative
+cd -- "$PROJECT_DIR" || exit 1 # paths in the config are relative to the project
+ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true # data loaders pass many open files around
+
+SCAFFOLD_CONTROL=$(mktemp -d "${TMPDIR:-/tmp}/launch.XXXXXX")
+export SCAFFOLD_CONTROL
+trap 'rm -rf "$SCAFFOLD_CONTROL"' EXIT
