@@ -13,7 +13,7 @@ import torch.distributed as dist
 from {{ cookiecutter.package }} import data, distributed
 from {{ cookiecutter.package }}.checkpoint import Checkpoints, export
 from {{ cookiecutter.package }}.config import PROJECT, Config, TrainConfig, load, write
-from {{ cookiecutter.package }}.distributed import UserError, agreed, log, sum_over_ranks
+from {{ cookiecutter.package }}.distributed import UserError, agreed, log, sum_over_ranks, to_device
 from {{ cookiecutter.package }}.metrics import Metrics, evaluate
 from {{ cookiecutter.package }}.model import count, loss
 from {{ cookiecutter.package }}.parallel import Parallel
@@ -45,6 +45,7 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
     last_step = min(options.stop_at or options.steps, options.steps)
     if step >= last_step:
         log.info("already at %d of %d", step, last_step)
+        export(model, run.folder / "export", config, sizes)  # a crash may have come in between
         return 0
     write(config, run.folder / "config.toml")
 
@@ -60,20 +61,21 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
     log.info("%d samples to train on, %d held out; device %s", len(train_set), len(val_set), device)
 
     metrics = Metrics(run.folder, step, options.steps)
-    first_bad = torch.full((), torch.inf, device=device)  # the first step with a loss of nan or inf
+    first_bad = torch.full((), torch.inf, device=device)  # the first step that came to nan or inf
+    scaled = parallel.scaler.is_enabled()  # the scaler skips a step whose gradient is nan or inf
     logged_at, logged_step, saved_at = time.perf_counter(), step, time.perf_counter()
-    told, tokens = False, 0.0
+    told, tokens = 0.0, 0.0
     model.train()
     while step < last_step and not told:
         # The whole step's micro-batches come first: the loss is divided by the number of targets in
         # the global batch, which all ranks must know before the first backward pass.
         batches, error = take(micro_batches, sampler.rounds)
-        targets = sum(count(batch) for k, batch in enumerate(batches) if sampler.has_grain(k))
+        mine = sum(count(batch) for k, batch in enumerate(batches) if sampler.has_grain(k))
         minutes = (time.perf_counter() - saved_at) / 60
-        due = distributed.RANK == 0 and 0 < config.checkpoint.every_minutes <= minutes
+        timed = distributed.RANK == 0 and 0 < config.checkpoint.every_minutes <= minutes
         # One small message a step, over the CPU: all ranks must stop, save and fail at the same step.
         targets, told, due, written, failed = sum_over_ranks(
-            targets / replicas, bool(stop), due, checkpoints.written(), error is not None
+            mine / replicas, bool(stop), timed, checkpoints.written(), error is not None
         )
         if failed:
             with agreed():
@@ -93,8 +95,9 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
                 # `size` undoes the strategy's averaging over the data-parallel ranks.
                 parallel.backward(value * (counts * size / targets))
             loss_sum += value.detach() * counts
-        first_bad = torch.where(loss_sum.isfinite(), first_bad, first_bad.clamp(max=step))
         grad_norm = parallel.step(model, optimizer, options.grad_clip)
+        fine = loss_sum.isfinite() & (grad_norm.isfinite() | scaled)
+        first_bad = torch.where(fine, first_bad, first_bad.clamp(max=step))
         first_sample = samples
         samples += batch_size
         tokens += targets
@@ -102,12 +105,13 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
         if written == dist.get_world_size():
             checkpoints.finish()
         last = step == last_step or bool(told)
-        evaluating = last or is_every(options.eval_every, step)
-        saving = last or due or is_every(config.checkpoint.every, step)
+        # Who was told to stop may have seconds left, and needs them to save.
+        evaluating = step == last_step or (is_every(options.eval_every, step) and not told)
+        saving = last or bool(due) or is_every(config.checkpoint.every, step)
         if last or evaluating or saving or is_every(options.log_every, step):
             dist.all_reduce(loss_sum)  # all ranks must reach this
             mean = loss_sum.item() / replicas / targets
-            if not math.isfinite(mean) and math.isfinite(first_bad.item()):
+            if not math.isfinite(mean) or not (math.isfinite(grad_norm.item()) or scaled):
                 stop_at_bad_loss(first_bad, lr)
             now = time.perf_counter()
             seconds, logged_at = now - logged_at, now
@@ -163,12 +167,8 @@ def take(micro_batches: Iterator[Any], n: int) -> tuple[list[Any], UserError | N
     """The next n micro-batches, or the mistake in the data that one of them met."""
     try:
         return [next(micro_batches) for _ in range(n)], None
-    except UserError as error:  # from a loader worker it comes wrapped in the worker's traceback
-        return [], UserError(str(error).split("UserError: ")[-1].strip())
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    return [tensor.to(device, non_blocking=True) for tensor in batch]
+    except UserError as error:
+        return [], error
 
 
 def stop_at_bad_loss(first_bad: torch.Tensor, lr: float) -> None:
@@ -177,7 +177,7 @@ def stop_at_bad_loss(first_bad: torch.Tensor, lr: float) -> None:
     dist.all_gather_object(firsts, first_bad.item())  # all ranks must reach this
     step = min(firsts)
     raise UserError(
-        f"the loss became nan or inf at step {step:.0f} on rank {firsts.index(step)} "
+        f"the loss or its gradient became nan or inf at step {step:.0f} on rank {firsts.index(step)} "
         f"(learning rate {lr:.3g}); nothing was saved since.\n"
         "Try a lower train.lr, a longer train.warmup_steps, or --train.precision fp32."
     )

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,10 +32,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from .config import PROJECT, Config
-from .distributed import RANK, UserError, agreed, from_rank_0, log, sum_over_ranks
+from .distributed import RANK, RESTARTED, UserError, agreed, from_rank_0, log, sum_over_ranks
 from .run import Run
 
 Tensors = dict[str, Any]  # nested dicts of tensors
+Failure = Exception | CheckpointException  # the second is no Exception, so it must be named
+FAILURES = (Exception, CheckpointException)
 # Under DDP rank 0 saves and loads by itself, on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
 
@@ -54,14 +58,17 @@ class Checkpoints:
         scaler: torch.amp.GradScaler,
         data: dict[str, Any],
     ) -> None:
-        self.run, self.config, self.data = run, config, data
+        self.run, self.config, self.data, self.code = run, config, data, code_hash()
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.folder = run.folder / "checkpoints"
+        run.at_exit = self.finish
         self.sharded = any(isinstance(p, DTensor) for p in model.parameters())
         self.best: dict[str, float] = {}  # step and eval_loss of the best checkpoint
-        self.pending: tuple[dict[str, Any], Future[Any] | None] | None = None
+        self.candidate: dict[str, float] = {}  # what is the best, once it is saved
+        # A save that is under way: its record, the writing in the background, what went wrong.
+        self.pending: tuple[dict[str, Any], Future[Any] | None, Failure | None] | None = None
         # Saving in the background needs collectives of its own, apart from those of training.
-        self.group = dist.new_group(backend="gloo") if config.checkpoint.async_save else None
+        self.group: Any = dist.new_group(backend="gloo") if config.checkpoint.async_save else None
         if self.sharded and not run.shared:
             raise UserError(
                 f"{run.folder} is not the same folder on all ranks, and each rank writes its shard there:"
@@ -75,21 +82,21 @@ class Checkpoints:
 
         With `checkpoint.async_save` the disk is written in the background, until `finish`.
         """
-        if not self.finish():
-            log.warning("the checkpoint before this one is lost")
+        self.finish()
         record = {
             "step": step,
             "samples": samples,
             "data": self.data,
             "scaler": self.scaler.state_dict(),
-            "best": self.best,
+            "best": self.candidate if self.candidate.get("step") == step else self.best,
             "config": self.config.to_dict(),
-            "code": code_hash(),
+            "code": self.code,
             "torch": torch.__version__,
         }
         tensors, _ = self._tensors()
         target = self._unfinished(step)
-        future, error = None, None
+        future: Future[Any] | None = None
+        error: Failure | None = None
         if RANK == 0:
             shutil.rmtree(target, ignore_errors=True)
         dist.barrier()
@@ -101,67 +108,64 @@ class Checkpoints:
                     )
                 else:
                     dcp.save(tensors, checkpoint_id=target, no_dist=not self.sharded)
-            except Exception as e:  # a full disk, for one: training goes on with the checkpoint before
+            except FAILURES as e:  # a full disk, for one: training goes on with the checkpoint before
                 error = e
-        self.pending = (record, future)
-        return self.finish(error) if future is None and not self._is_async() else True
-
-    def _is_async(self) -> bool:
-        return self.config.checkpoint.async_save
+        self.pending = (record, future, error)
+        return True if self.config.checkpoint.async_save else self.finish()
 
     def written(self) -> bool:
         """Whether this rank's part of a save in the background is on disk, waiting for `finish`."""
         return self.pending is not None and (self.pending[1] is None or self.pending[1].done())
 
-    def finish(self, error: Exception | None = None) -> bool:
+    def finish(self) -> bool:
         """Completes a save: the rename that makes it count, then the pruning of older ones."""
         if self.pending is None:
             return True
-        (record, future), self.pending = self.pending, None
+        (record, future, error), self.pending = self.pending, None
         source = self._unfinished(record["step"])
-        target = self.folder / f"step_{record['step']:08d}"
         try:
             if future is not None:
                 future.result()
-        except Exception as e:
+        except FAILURES as e:
             error = e
-        failed = sum_over_ranks(error is not None)[0]
-        if not failed and RANK == 0:
+        if not sum_over_ranks(error is not None)[0] and RANK == 0:
             try:
                 write_json(source / "state.json", record)
-                old = target.with_name(f".old_{target.name}")
-                if target.exists():  # of an abandoned attempt at this step
-                    target.rename(old)
+                sync_folder(source)
+                target = self.folder / f"step_{record['step']:08d}"
+                remove(target)
                 source.rename(target)
                 sync_folder(self.folder)
-                shutil.rmtree(old, ignore_errors=True)
-                self._prune()
             except OSError as e:
                 error = e
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}" if error else ""
-        if failed or from_rank_0(bool(error)):
-            reasons: list[str] = [""] * dist.get_world_size()
-            dist.all_gather_object(reasons, reason)
-            log.error("step %d is not saved: %s", record["step"], next(filter(None, reasons), "unknown"))
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, cause(error) if error else None)
+        if failed := next(filter(None, errors), None):
+            log.error("step %d is not saved: %s", record["step"], failed)
             if RANK == 0:
                 shutil.rmtree(source, ignore_errors=True)
             return False
+        self.best = record["best"]
+        if RANK == 0:
+            self._prune()
         return True
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f".unfinished_step_{step:08d}"
 
     def _prune(self) -> None:
-        found = complete(self.folder)
-        for path in found[max(1, self.config.checkpoint.keep) :]:
-            if path.name != f"step_{self.best.get('step', -1):08d}":
-                shutil.rmtree(path, ignore_errors=True)
+        for path in complete(self.folder)[max(1, self.config.checkpoint.keep) :]:
+            if step_of(path) != self.best.get("step"):
+                remove(path)
 
     def is_best(self, step: int, eval_loss: float) -> bool:
         """Notes an evaluation; True where its checkpoint is to be kept as the best so far."""
-        if not self.config.checkpoint.keep_best or eval_loss >= self.best.get("eval_loss", torch.inf):
+        if not self.config.checkpoint.keep_best:
             return False
-        self.best = {"step": step, "eval_loss": eval_loss}
+        self.finish()  # what counts is the best that is on disk
+        if not eval_loss < self.best.get("eval_loss", torch.inf):  # also where it is nan
+            return False
+        self.candidate = {"step": step, "eval_loss": eval_loss}
         return True
 
     # Resuming
@@ -170,42 +174,66 @@ class Checkpoints:
         """Loads what `run.resume` asks for; returns the completed (step, samples), (0, 0) if new."""
         with agreed():
             candidates = self._candidates() if RANK == 0 else []
-        for path in from_rank_0(candidates):
+        for path in (candidates := from_rank_0(candidates)):
             with agreed():
-                record = self._read(path) if RANK == 0 else {}
+                record = self._read(path) if RANK == 0 else None
             record = from_rank_0(record)
-            if not self._load(path):
-                log.warning("%s is damaged and left alone; trying the one before it", path)
+            if record is None or not self._load(path):
+                log.warning("%s IS DAMAGED and set aside; trying the one before it", path)
                 continue
-            self.scaler.load_state_dict(record["scaler"] if self.scaler.is_enabled() else {})
+            if record["scaler"] and self.scaler.is_enabled():
+                self.scaler.load_state_dict(record["scaler"])
             self.best = record["best"]
             self._tell_changes(record, path)
-            if RANK == 0 and path.parent == self.folder:
-                for newer in complete(self.folder):
-                    if newer > path:  # of the future that this resume abandons
-                        newer.rename(newer.with_name(f"abandoned_{newer.name}"))
+            if RANK == 0:
+                self._set_aside(record["step"], path)
             return record["step"], record["samples"]
-        if from_rank_0(candidates):
+        if candidates:
             raise UserError(f"no checkpoint in {self.folder} can be read; start anew with another run.name.")
         if self.config.run.init_from:
             load_weights(self.model, PROJECT / self.config.run.init_from)
         return 0, 0
 
     def _candidates(self) -> list[Path]:
+        """Where to go on from, the first choice first."""
         wanted, found = self.config.run.resume, complete(self.folder)
-        if wanted == "never" and found:
-            raise UserError(
-                f"{self.folder} holds checkpoints, and run.resume is never: use another run.name, or resume."
-            )
-        if wanted in ("auto", "never"):
+        for pattern in (".unfinished_*", ".deleted_*"):  # of a launch that was killed
+            for path in self.folder.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+        if wanted == "auto" or (wanted == "never" and RESTARTED):
             return found
-        if not is_complete(PROJECT / wanted):
-            raise UserError(f"run.resume: {PROJECT / wanted} is no complete checkpoint (a step_... folder).")
-        return [PROJECT / wanted]
+        if wanted == "never":
+            if found:
+                raise UserError(
+                    f"{self.folder} holds checkpoints, and run.resume is never: use another run.name, or resume."
+                )
+            return []
+        path = PROJECT / wanted
+        if not is_complete(path):
+            raise UserError(f"run.resume: {path} is no complete checkpoint (a step_... folder).")
+        # The first attempt of this launch set aside all that was newer: what is there now is its own.
+        return [*(p for p in found if RESTARTED and step_of(p) > step_of(path)), path]
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        """The record of a checkpoint; UserError where it does not fit this model or this data."""
-        record: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    def _set_aside(self, step: int, path: Path) -> None:
+        """Renames what is newer than the checkpoint gone on from: a future that is abandoned."""
+        for other in complete(self.folder):
+            if step_of(other) >= step and other.resolve() != path.resolve():
+                aside = other.with_name(f"abandoned_{other.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                other.rename(aside)
+                log.info("%s is now %s: delete it when you like", other.name, aside)
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """The record of a checkpoint, None where it is damaged.
+
+        Raises UserError where the checkpoint does not fit this model or this data.
+        """
+        try:
+            record: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            shapes = saved_shapes(path)
+        except Exception as error:  # whatever json and pickle make of half a file
+            log.warning("%s: %s", path, cause(error))
+            return None
         for key, value in self.data.items():
             if record["data"][key] != value and not self.config.run.allow_data_change:
                 raise UserError(
@@ -213,7 +241,7 @@ class Checkpoints:
                     f"({key} {record['data'][key]}, now {value}).\n"
                     "To go on all the same: --run.allow_data_change true"
                 )
-        check_shapes(self.model, path)
+        check_shapes(self.model, shapes, path)
         return record
 
     def _load(self, path: Path) -> bool:
@@ -222,9 +250,9 @@ class Checkpoints:
         if self.sharded or RANK == 0:
             try:
                 dcp.load(tensors, checkpoint_id=path, no_dist=not self.sharded)
-            except Exception as error:
+            except FAILURES as error:
                 failed = True
-                log.warning("%s: %s", path.name, str(error).strip().splitlines()[-1])
+                log.warning("%s: %s", path, cause(error))
         if sum_over_ranks(failed)[0]:
             return False
         if not self.sharded:
@@ -250,7 +278,7 @@ class Checkpoints:
                 new = now.get(section, {}).get(key)
                 if new != old and (section, key) not in {("run", "resume"), ("train", "stop_at")}:
                     log.info("changed since then: %s.%s was %r, is %r", section, key, old, new)
-        if record["code"] != code_hash():
+        if record["code"] != self.code:
             log.info("changed since then: the project's code")
 
 
@@ -274,15 +302,25 @@ def newest(config: Config) -> Path:
     return from_rank_0(found)[0]
 
 
-def check_shapes(model: nn.Module, path: Path) -> None:
-    """Raises UserError unless the checkpoint holds every weight of `model` in its shape."""
+def step_of(path: Path) -> int:
+    return int("".join(filter(str.isdigit, path.name)) or 0)
+
+
+def saved_shapes(path: Path) -> dict[str, torch.Size]:
+    """The shape of every weight in a checkpoint."""
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    for name, tensor in get_model_state_dict(model).items():
-        shape = getattr(saved.get(f"model.{name}"), "size", None)
-        if shape != tensor.shape:
-            what = "has no" if shape is None else f"holds {tuple(shape)} as"
+    return {k.removeprefix("model."): v.size for k, v in saved.items() if k.startswith("model.")}  # type: ignore[union-attr]
+
+
+def check_shapes(model: nn.Module, there: dict[str, torch.Size], path: Path) -> None:
+    """Raises UserError unless the weights in `path`, of the shapes `there`, are those of `model`."""
+    weights: Tensors = get_model_state_dict(model)
+    here = {name: tensor.shape for name, tensor in weights.items()}
+    for name in here | there:
+        if here.get(name) != there.get(name):
+            saved, wanted = (tuple(s[name]) if name in s else "absent" for s in (there, here))
             raise UserError(
-                f"{path} {what} {name}, and this model's is {tuple(tensor.shape)}: another model size?\n"
+                f"{path} is of another model size: {name} is {saved} there and {wanted} in this model.\n"
                 "Set [model] and [data] as they were, or start a new run with another run.name."
             )
 
@@ -299,38 +337,44 @@ def broadcast(tensors: Tensors) -> None:
 def load_weights(model: nn.Module, path: Path) -> None:
     """Loads weights alone, from a checkpoint or from an export, into a model of any strategy."""
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state: Tensors = {}
-    with agreed():
+    with agreed(), readable(path):
         if RANK == 0 and is_complete(path):
-            check_shapes(model, path)
-        elif RANK == 0 and not file.is_file():
-            raise UserError(f"run.init_from: {path} is neither a checkpoint nor an export.")
+            check_shapes(model, saved_shapes(path), path)
+        elif RANK == 0:
+            if not file.is_file():
+                raise UserError(f"{path} is neither a checkpoint nor an export.")
+            state = load_file(file)
+            check_shapes(model, {name: value.shape for name, value in state.items()}, path)
     if from_rank_0(is_complete(path)):
         state = get_model_state_dict(model)
         sharded = any(isinstance(value, DTensor) for value in state.values())
-        if sharded or RANK == 0:
-            dcp.load({"model": state}, checkpoint_id=path, no_dist=not sharded)
+        with agreed(), readable(path):
+            if sharded or RANK == 0:
+                dcp.load({"model": state}, checkpoint_id=path, no_dist=not sharded)
         if not sharded:
             broadcast(state)
         set_model_state_dict(model, state)
     else:
-        with agreed():
-            if RANK == 0:
-                state = load_file(file)
-                here = {name: value.shape for name, value in get_model_state_dict(model).items()}
-                there = {name: value.shape for name, value in state.items()}
-                if here != there:
-                    wrong = sorted(name for name in here | there if here.get(name) != there.get(name))
-                    raise UserError(f"run.init_from: {file} is of another model size (see {wrong[0]}).")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, state, options=options)
     log.info("the weights are those of %s", path)
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Makes any failure to read `path` a UserError."""
+    try:
+        yield
+    except FAILURES as error:
+        text = str(error) if isinstance(error, UserError) else f"{path} cannot be read: {cause(error)}"
+        raise UserError(text) from None
 
 
 def export(model: nn.Module, folder: Path, config: Config, sizes: dict[str, int]) -> None:
     """Writes `model.safetensors`, the whole weights, and the `config.json` that rebuilds the model."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)  # all ranks must reach this
+    weights: Tensors = get_model_state_dict(model, options=options)  # all ranks must reach this
     if RANK == 0:
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / ".unfinished.safetensors"
@@ -346,6 +390,20 @@ def code_hash() -> str:
     for file in sorted([*PROJECT.glob("*.py"), *Path(__file__).parent.glob("*.py")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def cause(error: BaseException) -> str:
+    """An error in one line; DCP's texts are tracebacks, whose last line is the reason."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1].strip()[:300]}" if lines else type(error).__name__
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint; a crash on the way leaves nothing that looks like one."""
+    doomed = path.with_name(f".deleted_{path.name}")
+    with contextlib.suppress(OSError):
+        path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -130,7 +130,9 @@ def _check(config: Config) -> None:
 def write(config: Config, path: Path) -> None:
     """Leaves the configuration that holds, options included, in the run's folder (on rank 0)."""
     if RANK == 0:
-        path.write_text(to_toml(config), encoding="utf-8")
+        unfinished = path.with_name(".unfinished_config.toml")
+        unfinished.write_text(to_toml(config), encoding="utf-8")
+        unfinished.replace(path)
 
 
 def to_toml(config: Config) -> str:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -23,6 +23,9 @@ LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 # A folder that a launch script shares with its ranks, because torchrun passes on neither a signal
 # nor an exit status: `stop` goes in, `preempted` and `error` come out.
 CONTROL = Path(os.environ["SCAFFOLD_CONTROL"]) if "SCAFFOLD_CONTROL" in os.environ else None
+
+# Whether torchrun or Slurm started this launch again after a failure.
+RESTARTED = any(int(os.environ.get(f"{by}_RESTART_COUNT") or 0) for by in ("TORCHELASTIC", "SLURM"))
 
 PREEMPTED = 75  # EX_TEMPFAIL: try again
 
@@ -52,10 +55,10 @@ def start(timeout: timedelta) -> torch.device:
     device = torch.device("cpu")
     if accelerator is not None and backend not in ("gloo", "mpi"):
         present = torch.accelerator.device_count()
-        if present <= LOCAL_RANK:
+        if present < LOCAL_WORLD_SIZE:  # said by all ranks of the node: none waits for another
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
             raise UserError(
-                f"local rank {LOCAL_RANK} has no GPU: {present} visible (CUDA_VISIBLE_DEVICES {visible}).\n"
+                f"{LOCAL_WORLD_SIZE} ranks on a node with {present} GPUs (CUDA_VISIBLE_DEVICES {visible}).\n"
                 f"Start at most {present} ranks on this node: NPROC_PER_NODE={present}"
             )
         device = torch.device(accelerator.type, LOCAL_RANK)
@@ -69,7 +72,9 @@ def start(timeout: timedelta) -> torch.device:
         backend,
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,  # tells nccl the device before its first barrier
-        **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),  # no port needed
+        store=dist.HashStore() if alone else None,  # alone it needs no port
+        rank=0 if alone else -1,
+        world_size=1 if alone else -1,
     )
     ones = torch.ones(1, device=device)
     dist.all_reduce(ones)  # the first collective shows at once whether the network carries data
@@ -104,6 +109,11 @@ def sum_over_ranks(*values: float) -> list[float]:
     return total.tolist()
 
 
+def to_device(batch: Iterable[torch.Tensor], device: torch.device) -> Any:
+    """The tensors of a batch on `device`; from pinned memory they travel while the GPU computes."""
+    return tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+
+
 def from_rank_0(value: T) -> T:
     """Rank 0's `value`, on every rank."""
     box = [value]
@@ -120,12 +130,29 @@ def agreed() -> Iterator[None]:
     error: str | None = None
     try:
         yield
-    except UserError as e:
-        error = str(e)
+    except UserError as e:  # from a loader's worker it comes wrapped in the worker's traceback
+        error = str(e).split("UserError: ")[-1].strip()
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)  # all ranks must reach this
     if first := next((e for e in errors if e), None):
         raise UserError(first)
+
+
+def in_step(items: Iterable[T]) -> Iterator[T]:
+    """The items, of which every rank has as many; a UserError that one meets is raised by all."""
+    iterator, item, error = iter(items), None, None
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except UserError as e:
+            error = e
+        if sum_over_ranks(error is not None)[0]:
+            with agreed():
+                if error is not None:
+                    raise error
+        yield item  # type: ignore[misc]
 
 
 def run(main: Callable[[], int]) -> None:
@@ -149,6 +176,8 @@ def run(main: Callable[[], int]) -> None:
         if is_peer_failure(error):
             time.sleep(5)  # the rank that failed speaks first
             log.critical("[rank %d] stopped: another rank is gone (%s)", RANK, one_line(error))
+            if CONTROL:
+                report(f"rank {RANK} lost the other ranks: {one_line(error)}")
         else:
             for line in traceback.format_exc().splitlines():
                 log.critical("[rank %d] %s", RANK, line)
@@ -190,10 +219,9 @@ def report(message: str, once: bool = False) -> None:
 
     `once`: every rank has the same message, so one a node is enough.
     """
-    if once and LOCAL_RANK > 0:
-        return
     if CONTROL is None:
-        print(f"error: {message}", file=sys.stderr)
+        if not once or LOCAL_RANK == 0:
+            print(f"error: {message}", file=sys.stderr)
         return
     with contextlib.suppress(FileExistsError), (CONTROL / "error").open("x", encoding="utf-8") as f:
         f.write(f"error: {message}\n")  # the first to fail is the cause
@@ -213,5 +241,5 @@ def is_peer_failure(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:300]

@@ -1,6 +1,8 @@
 """What a run reports: metrics.jsonl, TensorBoard and a progress bar on rank 0; the evaluation."""
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from .distributed import RANK, sum_over_ranks
+from .distributed import RANK, in_step, log, sum_over_ranks, to_device
 from .model import score
 from .parallel import Parallel
 from .sampler import EvaluationSampler
@@ -30,7 +32,7 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and for rank 0 alone
 
         path = folder / "metrics.jsonl"
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= step]
+        kept = [line for line in _lines(path) if _step(line) <= step]
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text("".join(kept), encoding="utf-8")
         unfinished.replace(path)
@@ -42,25 +44,33 @@ class Metrics:
         """Adds a line: `step` and what was measured there."""
         if not self.enabled:
             return
-        self.file.write(json.dumps(values) + "\n")
-        for name, value in values.items():
-            if name != "step":
-                self.writer.add_scalar(name, value, values["step"])
+        try:
+            self.file.write(json.dumps(values) + "\n")
+            for name, value in values.items():
+                if name != "step":
+                    self.writer.add_scalar(name, value, values["step"])
+        except OSError as error:  # training is worth more than its report
+            log.warning("the metrics of step %d are not all written: %s", values["step"], error)
         self.bar.update(values["step"] - self.bar.n)
         tqdm.write("  ".join(f"{name} {_short(value)}" for name, value in values.items()))
 
     def close(self) -> None:
         if self.enabled:
-            self.file.close()
-            self.writer.close()
-            self.bar.close()
+            for part in (self.file, self.writer, self.bar):
+                with contextlib.suppress(OSError):
+                    part.close()
 
 
 def _lines(path: Path) -> list[str]:
-    """The whole lines of `path`: a crash can leave half a one."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("}\n")]
+    return path.read_text(encoding="utf-8", errors="replace").splitlines(True) if path.exists() else []
+
+
+def _step(line: str) -> float:
+    """The step of a line of metrics; infinity for half a line, which a crash can leave."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("}\n") else math.inf
+    except (ValueError, KeyError):
+        return math.inf
 
 
 def _short(value: float) -> str:
@@ -74,16 +84,16 @@ def evaluate(
     """Scores `model` on every held-out sample once, on any number of ranks."""
     sampler = loader.batch_sampler
     assert isinstance(sampler, EvaluationSampler)
-    totals: dict[str, float] = {}
+    totals: dict[str, Any] = {}  # sums on the device: reading one waits for the GPU
     model.eval()
-    for turn, batch in enumerate(loader):
+    for turn, batch in enumerate(in_step(loader)):
         with parallel.autocast():  # under FSDP all ranks must reach this, with a batch or without
-            sums = score(model, [tensor.to(device, non_blocking=True) for tensor in batch])
-        sums["samples"] = torch.tensor(len(batch[0]))
-        for name, value in sums.items():
-            totals[name] = totals.get(name, 0.0) + value.item() * sampler.has_batch(turn)
+            scores = score(model, to_device(batch, device))
+        scores["samples"] = torch.tensor(len(batch[0]))
+        for name, value in scores.items():
+            totals[name] = totals.get(name, 0) + value.double() * sampler.has_batch(turn)
     model.train()
-    sums = dict(zip(totals, sum_over_ranks(*totals.values()), strict=True))
+    sums = dict(zip(totals, sum_over_ranks(*map(float, totals.values())), strict=True))
     replicas = sum_over_ranks(1.0)[0] / sampler.size  # ranks that saw the same samples
     result = {
         "eval_loss": sums["loss"] / sums["count"],

@@ -9,8 +9,10 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from . import distributed
 from .distributed import CONTROL, UserError, agreed, from_rank_0, sum_over_ranks
@@ -28,7 +30,8 @@ class StopSignal:
             signal.signal(number, self._raise)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self.raised and CONTROL is None:  # a second Ctrl-C means now
+        # A second Ctrl-C means now. Others may well come twice: from Slurm, and through torchrun.
+        if self.raised and number == signal.SIGINT and CONTROL is None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.raised = True
@@ -39,10 +42,14 @@ class StopSignal:
         return (CONTROL / "stop").exists() or not CONTROL.exists()  # the script is gone: stop too
 
 
-def ignore_stop_signals(worker: int = 0) -> None:
-    """For DataLoader workers: torchrun signals them too, and their death would take the rank along."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+@contextlib.contextmanager
+def no_stop_signals() -> Iterator[None]:
+    """Holds the stop signals back; a process that is started in here never gets one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Run:
@@ -51,36 +58,46 @@ class Run:
     Attributes:
         folder: where the run writes.
         shared: whether every rank sees the same folder.
+        at_exit: called when all ranks leave together, finished or with the same UserError.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lock = Lock(folder / "lock")
+        self.at_exit: Callable[[], object] = lambda: None
 
     def __enter__(self) -> "Run":
         nonce = from_rank_0(uuid.uuid4().hex)
         probe = self.folder / f".shared-{nonce}"
-        with agreed():
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                if distributed.RANK == 0:
-                    self.lock.acquire()
-                    probe.touch()
-            except OSError as error:
-                raise UserError(f"the run's folder cannot be written: {error}") from None
-        seen = sum_over_ranks(probe.exists())[0]
-        self.shared = seen == distributed.WORLD_SIZE
         logs = self.folder / "logs"
-        logs.mkdir(exist_ok=True)
-        to_file = logging.FileHandler(logs / f"rank_{distributed.RANK}.log", encoding="utf-8")
+        try:
+            with agreed():
+                try:
+                    logs.mkdir(parents=True, exist_ok=True)
+                    if distributed.RANK == 0:
+                        self.lock.acquire()
+                        probe.touch()
+                    log_file = logs / f"rank_{distributed.RANK}.log"
+                    to_file = logging.FileHandler(log_file, encoding="utf-8")
+                except OSError as error:
+                    raise UserError(f"the run's folder cannot be written: {error}") from None
+            self.shared = sum_over_ranks(probe.exists())[0] == distributed.WORLD_SIZE
+        except BaseException:
+            self.lock.release()
+            raise
         to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         distributed.log.addHandler(to_file)
+        logging.raiseExceptions = False  # a full disk is told once, not with each line of the log
         if distributed.RANK == 0:
             probe.unlink(missing_ok=True)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.lock.release()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None or kind is UserError:
+                self.at_exit()
+        finally:
+            self.lock.release()
 
 
 class Lock:
@@ -92,36 +109,75 @@ class Lock:
         # A restart by torchrun or a requeue by Slurm is the same launch: it may go on at once.
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         launch = os.environ.get("SLURM_JOB_ID") or ("" if run_id == "none" else run_id)
-        self.me = {"host": socket.gethostname(), "pid": os.getpid(), "launch": launch}
+        pid = os.getpid()
+        self.me = {
+            "host": socket.gethostname(),
+            "pid": pid,
+            "started": _started(pid),
+            "space": _pid_space(),
+            "launch": launch,
+        }
 
     def acquire(self) -> None:
         """Raises UserError while another launch holds the lock."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            owner = json.loads(self.path.read_text(encoding="utf-8"))
-            if not self._is_dead(owner):
+        ours = self.path.with_name(f"lock.{os.getpid()}")
+        ours.write_text(json.dumps(self.me), encoding="utf-8")
+        try:
+            if self.path.exists() and self._is_dead(self._owner()):
+                self.path.unlink(missing_ok=True)
+            try:
+                os.link(ours, self.path)  # of two launches at once only one succeeds
+            except FileExistsError:
+                owner = self._owner()
                 raise UserError(
                     f"another launch is writing to {self.path.parent} (host {owner['host']}, "
                     f"process {owner['pid']}).\nWait for it, stop it, or use another --run.name."
                 )
-        ours = self.path.with_name(f"lock.{os.getpid()}")
-        ours.write_text(json.dumps(self.me), encoding="utf-8")
-        ours.replace(self.path)
+            except OSError:  # a file system without links: nearly as good
+                ours.replace(self.path)
+        finally:
+            ours.unlink(missing_ok=True)
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def _is_dead(self, owner: dict[str, object]) -> bool:
+    def _owner(self) -> dict[str, Any]:
+        unknown = dict.fromkeys(self.me, "unknown")
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return unknown | json.loads(self.path.read_text(encoding="utf-8"))
+        return unknown
+
+    def _is_dead(self, owner: dict[str, Any]) -> bool:
+        if all(owner[key] == self.me[key] for key in ("host", "space")):
+            return _started(owner["pid"]) != owner["started"]
         if owner["launch"] and owner["launch"] == self.me["launch"]:
             return True
-        if owner["host"] == self.me["host"]:
-            return not Path("/proc", str(owner["pid"])).exists() if Path("/proc/self").exists() else False
-        return time.time() - self.path.stat().st_mtime > 6 * HEARTBEAT
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - self.path.stat().st_mtime > 6 * HEARTBEAT
+        return True
 
     def _beat(self) -> None:
         while not self.stopped.wait(HEARTBEAT):
             with contextlib.suppress(OSError):
-                self.path.touch()
+                os.utime(self.path)
 
     def release(self) -> None:
         self.stopped.set()
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(self.path.read_text(encoding="utf-8")) == self.me:
-                self.path.unlink()
+        if self._owner() == self.me:
+            self.path.unlink(missing_ok=True)
+
+
+def _started(pid: int) -> str:
+    """When a process of this host started, which a later one of its number did not; "" if gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        if Path("/proc/self/stat").exists():
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        with contextlib.suppress(PermissionError):
+            os.kill(pid, 0)  # macOS; signal 0 only asks
+        return "running"
+    return ""
+
+
+def _pid_space() -> str:
+    """Where process numbers hold: containers on one host each have their own."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""

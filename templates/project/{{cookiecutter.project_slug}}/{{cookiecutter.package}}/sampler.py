@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from .distributed import LOCAL_WORLD_SIZE
-from .run import ignore_stop_signals
+from .run import no_stop_signals
 
 Key = tuple[int, int]  # (epoch, index in the data set)
 
@@ -191,20 +191,30 @@ class Keyed(Dataset):
         return self.dataset[index]
 
 
+class Loader(DataLoader):
+    """A DataLoader whose workers live through the signals that tell a run to stop.
+
+    torchrun, Slurm and Ctrl-C send them to every process, and a worker's death ends its rank.
+    """
+
+    def __iter__(self) -> Any:
+        with no_stop_signals():
+            return super().__iter__()
+
+
 def make_loader(
     dataset: Dataset, sampler: GrainSampler | EvaluationSampler, workers: int, device: torch.device
 ) -> DataLoader:
     """A loader of the sampler's micro-batches; `workers` per rank, at most the cores there are for it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(workers, cores // LOCAL_WORLD_SIZE)
-    grains = isinstance(sampler, GrainSampler)
-    return DataLoader(
+    order: dict[str, Any] = {"batch_sampler": sampler}
+    if isinstance(sampler, GrainSampler):
+        order = {"sampler": sampler, "batch_size": sampler.micro_batch_size}
+    return Loader(
         Keyed(dataset, sampler.seed),
-        batch_size=sampler.micro_batch_size if grains else 1,
-        sampler=sampler if grains else None,
-        batch_sampler=None if grains else sampler,
+        **order,
         num_workers=workers,
-        worker_init_fn=ignore_stop_signals,
         pin_memory=device.type != "cpu",
         timeout=600 if workers else 0,  # a stuck worker is an error, not a silent hang
     )
