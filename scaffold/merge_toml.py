@@ -33,9 +33,15 @@ def merge_toml(base: str, yours: str, new: str) -> MergedToml:
 
 
 def set_values(base: str, yours: str, new: str) -> str:
-    """`yours` with every value of `new`; of other keys it loses those that `base` had."""
-    document, wanted = tomlkit.parse(yours), tomlkit.parse(new)
-    for key in tomlkit.parse(base).keys() - wanted.keys():
+    """`yours` with every value of `new`; of other keys it loses those that `base` had.
+
+    ValueError if one is not TOML.
+    """
+    try:
+        was, document, wanted = (tomlkit.parse(text) for text in (base, yours, new))
+    except TOMLKitError as error:
+        raise ValueError(str(error)) from error
+    for key in was.keys() - wanted.keys():
         document.pop(key, None)
     for key, value in wanted.items():
         if _plain(document.get(key)) != _plain(value):

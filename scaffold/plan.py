@@ -90,8 +90,9 @@ def compare(
     for path in restore:
         if path not in tree:
             raise AnswerError(f"--restore {path}: these answers generate no such file.")
-        if disk.found(path):
-            raise AnswerError(f"--restore {path}: it is there; delete it first to get it anew.")
+        at = home(path, old.files.get(path), disk)
+        if disk.found(at):
+            raise AnswerError(f"--restore {path}: {at} is there; delete it first to get it anew.")
     if marked := unresolved_markers(old, disk):
         raise ScaffoldError(
             f"conflict markers are left in {', '.join(marked)}; resolve them, then run this again."
@@ -255,8 +256,13 @@ class _Planner:
             self._merge(path, at, record, yours, new)
 
     def _answers(self, path: str, base: bytes, yours: Found, new: File) -> None:
-        texts = (text_of(content) or "" for content in (base, yours.content, new.content))
-        text = set_values(*texts)
+        mine = text_of(yours.content)
+        try:
+            if mine is None:
+                raise ValueError
+            text = set_values(text_of(base) or "", mine, text_of(new.content) or "")
+        except ValueError:
+            return self._aside(path, path, new, "is not valid TOML")
         self._write(path, None, yours, dressed(text, yours.content), new)
         self._say(path, Action.UPDATE if path in self.writes else Action.SAME)
 
