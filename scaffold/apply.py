@@ -9,7 +9,6 @@ files back: all that a reverted file needs is there, and moving files needs no s
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -85,6 +84,8 @@ def write(path: Path, content: bytes, executable: bool = False, like: Path | Non
 @contextlib.contextmanager
 def locked(project: Path) -> Iterator[None]:
     """Keep a second regenerate or undo out of the project; the lock dies with the process."""
+    import fcntl  # not on Windows, where `new` works all the same
+
     local = project / LOCAL
     try:
         local.mkdir(parents=True, exist_ok=True)

@@ -108,10 +108,12 @@ def prepare(
     if old.version == __version__ and any(r.base is None for r in old.files.values()):
         old = state.rebuilt(old, render(before))
     after = _asked(before, disk, flags, without)
+    # The same version wrote the bases: what equals one needs no formatting.
+    bases = {record.base for record in old.files.values() if record.base and made_by == __version__}
     plan = compare(
         old,
         disk,
-        render(after),
+        render(after, formatted=bases),
         version=__version__,
         answers=after.structure(),
         settings=after.settings(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,13 @@ def context(answers: Answers) -> dict[str, Any]:
     }
 
 
-def render(answers: Answers, template: Path | None = None) -> Tree:
-    """The tree of files for these answers; nothing outside a temporary folder is written."""
+def render(
+    answers: Answers, template: Path | None = None, formatted: Container[bytes] = ()
+) -> Tree:
+    """The tree of files for these answers; nothing outside a temporary folder is written.
+
+    What is among `formatted` is known to be as black would write it, which saves most of the time.
+    """
     with tempfile.TemporaryDirectory(prefix="scaffold-") as scratch:
         _cookiecutter(template or template_dir(), context(answers), scratch)
         root = Path(scratch) / answers.name
@@ -89,7 +95,7 @@ def render(answers: Answers, template: Path | None = None) -> Tree:
     for path in sorted(rendered):
         spec = specs.get(path, manifest.FileSpec(path))
         if spec.when(answers):
-            tree[path] = File(_finish(path, rendered[path]), spec.owner, spec.executable)
+            tree[path] = File(_finish(path, rendered[path], formatted), spec.owner, spec.executable)
     return tree
 
 
@@ -117,16 +123,17 @@ def _cookiecutter(template: Path, variables: dict[str, Any], output: str) -> Non
         raise InternalError(f"the template does not render: {error}")
 
 
-def _finish(path: str, content: bytes) -> bytes:
+def _finish(path: str, content: bytes, formatted: Container[bytes]) -> bytes:
     """The bytes that go to disk: UTF-8, LF, Python as black writes it."""
     try:
         text = content.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InternalError(f"the template of {path} is not UTF-8: {error}")
-    if path.endswith(".py"):
-        text = _black(path, text)
     # An included part ends its last line, and so does the file that includes it.
-    return (text.rstrip("\n") + "\n" if text.strip() else "").encode("utf-8")
+    text = text.rstrip("\n") + "\n" if text.strip() else ""
+    if path.endswith(".py") and text.encode() not in formatted:
+        text = _black(path, text)
+    return text.encode("utf-8")
 
 
 def _black(path: str, source: str) -> str:

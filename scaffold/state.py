@@ -125,8 +125,13 @@ def read(project: Path) -> State:
         files = {path: _record(project, path, entry) for path, entry in data["files"].items()}
         return State(data["version"], data["answers"], data["settings"], files)
     except FileNotFoundError:
+        for parent in project.resolve().parents:
+            if (parent / STATE).is_file():
+                raise AnswerError(
+                    f"{project} is inside a project; give {parent} instead."
+                ) from None
         raise AnswerError(
-            f"{project} has no {STATE}: it is no project of scaffold's, or its .scaffold/ was lost."
+            f"{project} has no {STATE}: it is no project of scaffold's, or `scaffold adopt` it."
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ScaffoldError(
