@@ -38,6 +38,12 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _several_ranks(monkeypatch):
+    """As after a launch: among several ranks none prepares a text while the others wait."""
+    monkeypatch.setattr(part("text"), "WORLD_SIZE", 2)
+
+
 def part(data):
     return parts.load(MODEL_FOR[data], data).data
 
@@ -552,6 +558,12 @@ def test_text_mistakes_are_named(tmp_path):
         prepare(tmp_path, path="empty/a.txt")
     assert "run `python prepare.py` first" in refused("text", tmp_path)
     assert "data.context is 0" in refused("text", tmp_path, context=0)
+
+
+def test_a_rank_alone_prepares_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(part("text"), "WORLD_SIZE", 1)
+    write(tmp_path / "a.txt", "some text " * 100)
+    assert len(build("text", tmp_path, path="a.txt").val) > 0
 
 
 def test_hidden_files_are_no_text(tmp_path):
