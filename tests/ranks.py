@@ -50,9 +50,10 @@ class Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self.server.stdin is not None
+        assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.close()
         self.server.wait()
+        self.server.stdout.close()
 
     def run(
         self,
