@@ -540,7 +540,7 @@ def test_two_nodes_may_prepare_the_same_text_at_once(tmp_path, monkeypatch):
 
 def test_text_mistakes_are_named(tmp_path):
     error = parts.load("gpt", "text").UserError
-    write(tmp_path / "bad" / "sub" / "x.txt", "fine ".encode() * 300_000 + b"\xff oh")
+    write(tmp_path / "bad" / "sub" / "x.txt", b"fine " * 300_000 + b"\xff oh")
     with pytest.raises(error, match=r"sub/x\.txt is not UTF-8 text: .* at byte 1500000$"):
         prepare(tmp_path, path="bad")
     write(tmp_path / "cut.txt", "fine ä".encode()[:-1])
