@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from helpers import Result, accepted, files, label, scaffold
+from helpers import Result, accepted, environment, files, label, scaffold
 from scaffold import apply, catalog, migrations
 from scaffold.answers import Answers
 from scaffold.migrations import Migration
@@ -226,6 +227,26 @@ def test_deleted_and_moved_files(make_project: Make) -> None:
     assert regenerate(project, "--restore", "nonsense.py", code=2).err.startswith(
         "Error: --restore"
     )
+
+
+def test_a_moved_file_is_asked_about_on_a_terminal(make_project: Make) -> None:
+    pexpect = pytest.importorskip("pexpect")
+    project = make_project()
+    (project / "demo/parallel.py").rename(project / "demo/spread.py")
+    for answer, code, merged in (("n", 1, False), ("y", 0, True)):
+        child = pexpect.spawn(
+            sys.executable,
+            ["-m", "scaffold", "regenerate", str(project), "--strategy", "fsdp"],
+            env=environment(TERM="dumb"),
+            encoding="utf-8",
+            timeout=60,
+        )
+        child.expect(r"demo/parallel.py seems to be demo/spread.py now. Merge .*\[Y/n\]: ")
+        child.sendline(answer)
+        child.expect(pexpect.EOF)
+        child.close()
+        assert child.exitstatus == code
+        assert ("fully_shard" in (project / "demo/spread.py").read_text()) == merged
 
 
 def test_runs_go_on_or_not(make_project: Make) -> None:
