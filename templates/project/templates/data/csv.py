@@ -35,13 +35,6 @@ class DataConfig:
     workers: int = 2  # processes that load data, for each rank
 
 
-class Data(NamedTuple):
-    train: Dataset
-    val: Dataset
-    sizes: dict[str, int]
-    identity: str  # changes when the data does
-
-
 class Table(Dataset):
     """Rows of a table in memory: (features (F,) float32, class int64 or number float32)."""
 
@@ -61,6 +54,13 @@ class Rows(NamedTuple):
     columns: list[str]
     features: np.ndarray
     targets: list[str]
+
+
+class Data(NamedTuple):
+    train: Table
+    val: Table
+    sizes: dict[str, int]
+    identity: str  # changes when the data does
 
 
 def build(config: DataConfig, project: Path) -> Data:

@@ -34,13 +34,6 @@ class DataConfig:
     workers: int = 2  # processes that load data, for each rank
 
 
-class Data(NamedTuple):
-    train: Dataset
-    val: Dataset
-    sizes: dict[str, int]
-    identity: str  # changes when the data does
-
-
 class Images(Dataset):
     """Image files, read and transformed when asked for: (image (3, size, size), class)."""
 
@@ -57,6 +50,13 @@ class Images(Dataset):
                 return self.transform(_rgb(image)), label
         except Exception as error:  # a damaged file can raise nearly anything, depending on format
             raise UserError(f"{file} is not a readable image: {error}")
+
+
+class Data(NamedTuple):
+    train: Images
+    val: Images
+    sizes: dict[str, int]
+    identity: str  # changes when the data does
 
 
 def build(config: DataConfig, project: Path) -> Data:

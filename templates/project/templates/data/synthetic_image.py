@@ -29,13 +29,6 @@ class DataConfig:
     workers: int = 2  # processes that load data, for each rank
 
 
-class Data(NamedTuple):
-    train: Dataset
-    val: Dataset
-    sizes: dict[str, int]
-    identity: str  # changes when the data does
-
-
 class Waves(Dataset):
     """Images `first` to `first + length`, each computed from its index: (image (3, H, W), class)."""
 
@@ -56,6 +49,13 @@ class Waves(Dataset):
         colour = random.uniform(0.5, 1.5, size=(3, 1, 1))
         noise = random.normal(scale=config.noise, size=(3, *wave.shape))
         return torch.from_numpy((colour * wave + noise).astype(np.float32)), label
+
+
+class Data(NamedTuple):
+    train: Waves
+    val: Waves
+    sizes: dict[str, int]
+    identity: str  # changes when the data does
 
 
 def build(config: DataConfig, project: Path) -> Data:

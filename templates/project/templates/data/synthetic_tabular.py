@@ -27,13 +27,6 @@ class DataConfig:
     workers: int = 2  # processes that load data, for each rank
 
 
-class Data(NamedTuple):
-    train: Dataset
-    val: Dataset
-    sizes: dict[str, int]
-    identity: str  # changes when the data does
-
-
 class Points(Dataset):
     """Rows `first` to `first + length`, each computed from its index: (features (F,), class)."""
 
@@ -50,6 +43,13 @@ class Points(Dataset):
         label, centre = int(random.integers(self.config.classes)), random.integers(2)
         row = self.centres[label, centre] + random.normal(size=self.config.features)
         return torch.from_numpy(row.astype(np.float32)), label
+
+
+class Data(NamedTuple):
+    train: Points
+    val: Points
+    sizes: dict[str, int]
+    identity: str  # changes when the data does
 
 
 def build(config: DataConfig, project: Path) -> Data:

@@ -30,13 +30,6 @@ class DataConfig:
     workers: int = 2  # processes that load data, for each rank
 
 
-class Data(NamedTuple):
-    train: Dataset
-    val: Dataset
-    sizes: dict[str, int]
-    identity: str  # changes when the data does
-
-
 class Counting(Dataset):
     """Sequences `first` to `first + length`, each computed from its index.
 
@@ -61,6 +54,13 @@ class Counting(Dataset):
         start = random.integers(config.vocab_size)
         tokens = torch.from_numpy((start + steps.cumsum()) % config.vocab_size)
         return tokens[:-1], tokens[1:]
+
+
+class Data(NamedTuple):
+    train: Counting
+    val: Counting
+    sizes: dict[str, int]
+    identity: str  # changes when the data does
 
 
 def build(config: DataConfig, project: Path) -> Data:

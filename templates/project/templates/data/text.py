@@ -41,13 +41,6 @@ class DataConfig:
     workers: int = 2  # processes that load data, for each rank
 
 
-class Data(NamedTuple):
-    train: Dataset
-    val: Dataset
-    sizes: dict[str, int]
-    identity: str  # changes when the data does
-
-
 class Windows(Dataset):
     """A token file cut into windows of `context`: (tokens, next tokens), both (context,) int64.
 
@@ -71,6 +64,13 @@ class Windows(Dataset):
         missing = self.context + 1 - len(window)
         inputs = torch.nn.functional.pad(window[:-1], (0, missing), value=END)
         return inputs, torch.nn.functional.pad(window[1:], (0, missing), value=IGNORE)
+
+
+class Data(NamedTuple):
+    train: Windows
+    val: Windows
+    sizes: dict[str, int]
+    identity: str  # changes when the data does
 
 
 def build(config: DataConfig, project: Path) -> Data:

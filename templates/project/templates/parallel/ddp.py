@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .distributed import compute_dtype
 from .model import blocks, initialise
 from .model import build as build_model
-from .weights import check_replicas, checkpoint_activations, materialise
+from .weights import check_replicas, checkpoint_activations, materialise, without_memory
 
 if TYPE_CHECKING:
     from .config import Config
@@ -47,15 +47,15 @@ class Parallel:
     def build(self, sizes: dict[str, int]) -> nn.Module:
         """The model on this rank's device, its first weights the same on any number of ranks."""
         config = self.config
-        with torch.device("meta"):
-            model = build_model(config.model, sizes)
+        model = without_memory(build_model, config.model, sizes)
         materialise(model, "", self.device, config.run.seed, initialise)
         check_replicas(model)
         for _, block in blocks(model):
+            if config.train.compile:
+                # In place, so that no name in a checkpoint changes. Batches have two sizes at most.
+                block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
             if config.train.activation_checkpointing:
                 checkpoint_activations(block)
-            if config.train.compile:
-                block.compile()  # in place: no `_orig_mod` in the names of the checkpoint
         return DistributedDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device.index],

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from .distributed import LOCAL_WORLD_SIZE, check_group_size, compute_dtype
 from .model import TENSOR_PARALLEL, blocks, initialise
 from .model import build as build_model
-from .weights import checkpoint_activations, materialise
+from .weights import checkpoint_activations, materialise, without_memory
 
 # Both are about speed alone, and come once a rank: the logits are a view that nothing writes to, and
 # the gradient's norm is summed over one dimension of the mesh after the other.
@@ -88,15 +88,15 @@ class Parallel:
         One block at a time gets memory, values and shards, so no rank ever holds the whole model.
         """
         config = self.config
-        with torch.device("meta"):
-            model = build_model(config.model, sizes)
+        model = without_memory(build_model, config.model, sizes)
         for name, block in blocks(model):
             materialise(block, name, self.device, config.run.seed, initialise)
             parallelize_module(block, self.mesh["tensor"], self._plan(block))
+            if config.train.compile:
+                # In place, so that no name in a checkpoint changes. Batches have two sizes at most.
+                block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
             if config.train.activation_checkpointing:
                 checkpoint_activations(block)
-            if config.train.compile:
-                block.compile()  # in place, and before sharding
             self._shard(block)
         materialise(model, "", self.device, config.run.seed, initialise)
         parallelize_module(model, self.mesh["tensor"], self._plan(model))

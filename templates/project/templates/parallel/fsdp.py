@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from .distributed import compute_dtype
 from .model import blocks, initialise
 from .model import build as build_model
-from .weights import batch_norms, checkpoint_activations, materialise
+from .weights import batch_norms, checkpoint_activations, materialise, without_memory
 
 if TYPE_CHECKING:
     from .config import Config
@@ -58,14 +58,14 @@ class Parallel:
         One block at a time gets memory, values and shards, so no rank ever holds the whole model.
         """
         config = self.config
-        with torch.device("meta"):
-            model = build_model(config.model, sizes)
+        model = without_memory(build_model, config.model, sizes)
         for name, block in blocks(model):
             materialise(block, name, self.device, config.run.seed, initialise)
+            if config.train.compile:
+                # In place, so that no name in a checkpoint changes. Batches have two sizes at most.
+                block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
             if config.train.activation_checkpointing:
                 checkpoint_activations(block)
-            if config.train.compile:
-                block.compile()  # in place, and before sharding
             self._shard(block)
         materialise(model, "", self.device, config.run.seed, initialise)
         self._shard(

@@ -196,7 +196,7 @@ class Checkpoints:
 
     def _candidates(self) -> list[Path]:
         """Where to go on from, the first choice first."""
-        wanted, found = self.config.run.resume, complete(self.folder)
+        wanted, found = self.config.run.resume, every(self.folder)
         for pattern in (".unfinished_*", ".deleted_*"):  # of a launch that was killed
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
@@ -216,7 +216,7 @@ class Checkpoints:
 
     def _set_aside(self, step: int, path: Path) -> None:
         """Renames what is newer than the checkpoint gone on from: a future that is abandoned."""
-        for other in complete(self.folder):
+        for other in every(self.folder):
             if step_of(other) >= step and other.resolve() != path.resolve():
                 aside = other.with_name(f"abandoned_{other.name}")
                 shutil.rmtree(aside, ignore_errors=True)
@@ -286,9 +286,13 @@ def is_complete(path: Path) -> bool:
     return (path / ".metadata").is_file() and (path / "state.json").is_file()
 
 
+def every(folder: Path) -> list[Path]:
+    """What has a checkpoint's name in a run's `checkpoints` folder, newest first."""
+    return sorted(folder.glob("step_*[0-9]"), key=step_of, reverse=True)
+
+
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a run's `checkpoints` folder, newest first."""
-    return sorted((p for p in folder.glob("step_*[0-9]") if is_complete(p)), reverse=True)
+    return [path for path in every(folder) if is_complete(path)]
 
 
 def newest(config: Config) -> Path:

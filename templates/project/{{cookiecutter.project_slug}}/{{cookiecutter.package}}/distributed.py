@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -171,7 +171,7 @@ def run(main: Callable[[], int]) -> None:
     except UserError as error:
         report(str(error), once=True)
         # All ranks end alike, so to torchrun this is no crash to restart: the script exits 1.
-        status = 0 if CONTROL else 1
+        leave(0 if CONTROL else 1)
     except Exception as error:
         if is_peer_failure(error):
             time.sleep(5)  # the rank that failed speaks first
@@ -182,13 +182,18 @@ def run(main: Callable[[], int]) -> None:
             for line in traceback.format_exc().splitlines():
                 log.critical("[rank %d] %s", RANK, line)
             report(f"rank {RANK} failed: {type(error).__name__}: {one_line(error)}")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        leave(1)
     gc.collect()  # a DDP model that is alive at interpreter exit can abort a finished run
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process at once: after an error, the clean-up of workers and groups may never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 class Unbreakable:

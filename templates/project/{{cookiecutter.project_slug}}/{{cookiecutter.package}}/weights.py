@@ -9,9 +9,19 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from .distributed import UserError
 from .sampler import seed_of
 
 Initialise = Callable[[str, nn.Module], None]
+
+
+def without_memory(build: Callable[..., nn.Module], *arguments: object) -> nn.Module:
+    """The model that `build` makes, on the meta device; UserError where its config makes no sense."""
+    try:
+        with torch.device("meta"):
+            return build(*arguments)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 @torch.no_grad()
@@ -73,9 +83,11 @@ def frozen_statistics(model: nn.Module, frozen: bool = True) -> Iterator[None]:
     """Puts BatchNorm's running statistics back on leaving: for a pass that must not count."""
     buffers = [b for norm in batch_norms(model) for b in norm.buffers()] if frozen else []
     before = [buffer.clone() for buffer in buffers]
-    yield
-    for buffer, value in zip(buffers, before, strict=True):
-        buffer.copy_(value)
+    try:
+        yield
+    finally:  # a recomputation is ended by an exception as soon as it has what it needs
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
 
 
 @torch.no_grad()
