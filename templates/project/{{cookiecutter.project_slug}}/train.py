@@ -87,17 +87,26 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
             group["lr"] = lr
         loss_sum = torch.zeros((), device=device)
         for k, batch in enumerate(batches):
-            torch.manual_seed(seed_of(seed, "grain", step, min(sampler.grain(k), sampler.grains - 1)))
-            counts = sampler.has_grain(k)  # without a grain of its own a rank runs one with weight 0
-            with parallel.sync(model, last=k == len(batches) - 1), frozen_statistics(model, not counts):
+            torch.manual_seed(
+                seed_of(seed, "grain", step, min(sampler.grain(k), sampler.grains - 1))
+            )
+            counts = sampler.has_grain(
+                k
+            )  # without a grain of its own a rank runs one with weight 0
+            with (
+                parallel.sync(model, last=k == len(batches) - 1),
+                frozen_statistics(model, not counts),
+            ):
                 with parallel.autocast():
                     value, _ = loss(model, to_device(batch, device))
                 # `size` undoes the strategy's averaging over the data-parallel ranks.
                 parallel.backward(value * (counts * size / targets))
             loss_sum += value.detach() * counts
         grad_norm = parallel.step(model, optimizer, options.grad_clip)
+        # A bad gradient is everyone's. It counts as half a step later than the loss of the rank it is from.
+        bad = torch.where(loss_sum.isfinite(), step + 0.5, float(step))
         fine = loss_sum.isfinite() & (grad_norm.isfinite() | scaled)
-        first_bad = torch.where(fine, first_bad, first_bad.clamp(max=step))
+        first_bad = torch.where(fine, first_bad, first_bad.minimum(bad))
         first_sample = samples
         samples += batch_size
         tokens += targets
@@ -175,9 +184,10 @@ def stop_at_bad_loss(first_bad: torch.Tensor, lr: float) -> None:
     """Ends the run on all ranks, before a checkpoint of ruined weights can be written."""
     firsts: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(firsts, first_bad.item())  # all ranks must reach this
-    step = min(firsts)
+    first = min(firsts)
+    what, where = ("loss", f" on rank {firsts.index(first)}") if first % 1 == 0 else ("gradient", "")
     raise UserError(
-        f"the loss or its gradient became nan or inf at step {step:.0f} on rank {firsts.index(step)} "
+        f"the {what} became nan or inf at step {first // 1:.0f}{where} "
         f"(learning rate {lr:.3g}); nothing was saved since.\n"
         "Try a lower train.lr, a longer train.warmup_steps, or --train.precision fp32."
     )

@@ -104,11 +104,16 @@ class Checkpoints:
             try:
                 if self.config.checkpoint.async_save:
                     future = dcp.async_save(  # type: ignore[assignment]
-                        tensors, checkpoint_id=target, process_group=self.group, no_dist=not self.sharded
+                        tensors,
+                        checkpoint_id=target,
+                        process_group=self.group,
+                        no_dist=not self.sharded,
                     )
                 else:
                     dcp.save(tensors, checkpoint_id=target, no_dist=not self.sharded)
-            except FAILURES as e:  # a full disk, for one: training goes on with the checkpoint before
+            except (
+                FAILURES
+            ) as e:  # a full disk, for one: training goes on with the checkpoint before
                 error = e
         self.pending = (record, future, error)
         return True if self.config.checkpoint.async_save else self.finish()
@@ -189,7 +194,9 @@ class Checkpoints:
                 self._set_aside(record["step"], path)
             return record["step"], record["samples"]
         if candidates:
-            raise UserError(f"no checkpoint in {self.folder} can be read; start anew with another run.name.")
+            raise UserError(
+                f"no checkpoint in {self.folder} can be read; start anew with another run.name."
+            )
         if self.config.run.init_from:
             load_weights(self.model, PROJECT / self.config.run.init_from)
         return 0, 0
@@ -302,7 +309,9 @@ def newest(config: Config) -> Path:
     found: list[Path] = []
     with agreed():
         if RANK == 0 and not (found := complete(config.run_dir / "checkpoints")):
-            raise UserError(f"{config.run_dir} holds no complete checkpoint: train first, or give --run.dir.")
+            raise UserError(
+                f"{config.run_dir} holds no complete checkpoint: train first, or give --run.dir."
+            )
     return from_rank_0(found)[0]
 
 
@@ -371,7 +380,9 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except FAILURES as error:
-        text = str(error) if isinstance(error, UserError) else f"{path} cannot be read: {cause(error)}"
+        text = (
+            str(error) if isinstance(error, UserError) else f"{path} cannot be read: {cause(error)}"
+        )
         raise UserError(text) from None
 
 

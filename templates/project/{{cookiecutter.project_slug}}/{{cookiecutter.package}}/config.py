@@ -118,7 +118,9 @@ def _check(config: Config) -> None:
             if isinstance(value, (int, float)) and value < 0 and (section, key) != ("run", "seed"):
                 raise UserError(f"{section}.{key} is {value}; it cannot be negative.")
     if micro < 1 or batch < 1 or config.train.steps < 1:
-        raise UserError("train.steps, train.global_batch_size and train.micro_batch_size start at 1.")
+        raise UserError(
+            "train.steps, train.global_batch_size and train.micro_batch_size start at 1."
+        )
     if batch % micro:
         below, above = batch // micro * micro, (batch // micro + 1) * micro
         nearest = f"{below} or {above}" if below else str(above)
@@ -138,5 +140,9 @@ def write(config: Config, path: Path) -> None:
 def to_toml(config: Config) -> str:
     lines = []
     for section, values in config.to_dict().items():
-        lines += [f"[{section}]", *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()), ""]
+        lines += [
+            f"[{section}]",
+            *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()),
+            "",
+        ]
     return "\n".join(lines)

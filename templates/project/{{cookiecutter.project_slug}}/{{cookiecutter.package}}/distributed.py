@@ -49,9 +49,13 @@ def start(timeout: timedelta) -> torch.device:
     backend = os.environ.get("BACKEND") or "auto"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if backend == "mpi" and not dist.is_mpi_available():
-        raise UserError("BACKEND=mpi needs a PyTorch built with MPI; this one is not: use gloo or nccl.")
+        raise UserError(
+            "BACKEND=mpi needs a PyTorch built with MPI; this one is not: use gloo or nccl."
+        )
     if backend == "nccl" and (accelerator is None or accelerator.type != "cuda"):
-        raise UserError("BACKEND=nccl needs NVIDIA or AMD GPUs, and torch sees none: use BACKEND=gloo.")
+        raise UserError(
+            "BACKEND=nccl needs NVIDIA or AMD GPUs, and torch sees none: use BACKEND=gloo."
+        )
     device = torch.device("cpu")
     if accelerator is not None and backend not in ("gloo", "mpi"):
         present = torch.accelerator.device_count()
@@ -71,7 +75,9 @@ def start(timeout: timedelta) -> torch.device:
     dist.init_process_group(
         backend,
         timeout=timeout,
-        device_id=None if device.type == "cpu" else device,  # tells nccl the device before its first barrier
+        device_id=(
+            None if device.type == "cpu" else device
+        ),  # tells nccl the device before its first barrier
         store=dist.HashStore() if alone else None,  # alone it needs no port
         rank=0 if alone else -1,
         world_size=1 if alone else -1,
@@ -99,7 +105,9 @@ def check_group_size(key: str, size: int) -> None:
     """Raises UserError unless the ranks can be cut into groups of `size`."""
     if WORLD_SIZE % size:
         fits = [n for n in range(1, WORLD_SIZE + 1) if WORLD_SIZE % n == 0]
-        raise UserError(f"{key} is {size}, which does not divide {WORLD_SIZE} ranks: use one of {fits}.")
+        raise UserError(
+            f"{key} is {size}, which does not divide {WORLD_SIZE} ranks: use one of {fits}."
+        )
 
 
 def sum_over_ranks(*values: float) -> list[float]:
@@ -243,7 +251,9 @@ def preempted() -> int:
 
 def is_peer_failure(error: Exception) -> bool:
     """Whether `error` only says that some other rank went away."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
 
 
 def one_line(error: BaseException) -> str:

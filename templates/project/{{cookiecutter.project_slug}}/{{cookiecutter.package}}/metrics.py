@@ -62,7 +62,9 @@ class Metrics:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines(True) if path.exists() else []
+    return (
+        path.read_text(encoding="utf-8", errors="replace").splitlines(True) if path.exists() else []
+    )
 
 
 def _step(line: str) -> float:

@@ -187,7 +187,9 @@ class Keyed(Dataset):
         seed = seed_of(self.seed, "sample", epoch, index)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)  # the CPU's alone: a worker must not touch the GPU
+        torch.default_generator.manual_seed(
+            seed
+        )  # the CPU's alone: a worker must not touch the GPU
         return self.dataset[index]
 
 
@@ -206,7 +208,9 @@ def make_loader(
     dataset: Dataset, sampler: GrainSampler | EvaluationSampler, workers: int, device: torch.device
 ) -> DataLoader:
     """A loader of the sampler's micro-batches; `workers` per rank, at most the cores there are for it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     workers = min(workers, cores // LOCAL_WORLD_SIZE)
     order: dict[str, Any] = {"batch_sampler": sampler}
     if isinstance(sampler, GrainSampler):

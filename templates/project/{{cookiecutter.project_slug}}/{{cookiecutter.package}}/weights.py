@@ -53,7 +53,9 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     dist.all_reduce(high, dist.ReduceOp.MAX, group)
     for (name, _), a, b in zip(model.named_parameters(), low, high, strict=True):
         if a != b:
-            raise RuntimeError(f"ranks start with different values of {name}: is their code the same?")
+            raise RuntimeError(
+                f"ranks start with different values of {name}: is their code the same?"
+            )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +70,10 @@ def checkpoint_activations(block: nn.Module) -> None:
 
     def recompute(*args: torch.Tensor) -> torch.Tensor:
         return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), frozen())
+            forward,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (contextlib.nullcontext(), frozen()),
         )
 
     block.forward = recompute  # type: ignore[method-assign]
