@@ -185,7 +185,9 @@ def stop_at_bad_loss(first_bad: torch.Tensor, lr: float) -> None:
     firsts: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(firsts, first_bad.item())  # all ranks must reach this
     first = min(firsts)
-    what, where = ("loss", f" on rank {firsts.index(first)}") if first % 1 == 0 else ("gradient", "")
+    what, where = (
+        ("loss", f" on rank {firsts.index(first)}") if first % 1 == 0 else ("gradient", "")
+    )
     raise UserError(
         f"the {what} became nan or inf at step {first // 1:.0f}{where} "
         f"(learning rate {lr:.3g}); nothing was saved since.\n"

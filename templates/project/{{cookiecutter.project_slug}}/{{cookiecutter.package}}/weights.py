@@ -46,16 +46,15 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
 
     Replicas that differ train on without an error, and each reports another model's loss.
     """
-    sums = [_local(p).double().sum() for p in model.parameters()]
-    mine = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.float64)
+    mine = torch.stack([_local(p).double().sum() for p in model.parameters()])
     low, high = mine.clone(), mine.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group)
-    for (name, _), a, b in zip(model.named_parameters(), low, high, strict=True):
-        if a != b:
-            raise RuntimeError(
-                f"ranks start with different values of {name}: is their code the same?"
-            )
+    names = [name for name, _ in model.named_parameters()]
+    for place in (low != high).nonzero().flatten().tolist():
+        raise RuntimeError(
+            f"ranks start with other values of {names[place]}: is their code the same?"
+        )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
