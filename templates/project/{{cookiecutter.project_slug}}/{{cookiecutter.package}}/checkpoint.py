@@ -111,10 +111,8 @@ class Checkpoints:
                     )
                 else:
                     dcp.save(tensors, checkpoint_id=target, no_dist=not self.sharded)
-            except (
-                FAILURES
-            ) as e:  # a full disk, for one: training goes on with the checkpoint before
-                error = e
+            except FAILURES as e:
+                error = e  # a full disk, for one: training goes on with the checkpoint before
         self.pending = (record, future, error)
         return True if self.config.checkpoint.async_save else self.finish()
 

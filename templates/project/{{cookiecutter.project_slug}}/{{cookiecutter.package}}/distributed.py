@@ -75,9 +75,8 @@ def start(timeout: timedelta) -> torch.device:
     dist.init_process_group(
         backend,
         timeout=timeout,
-        device_id=(
-            None if device.type == "cpu" else device
-        ),  # tells nccl the device before its first barrier
+        # Tells nccl this rank's device before its first collective.
+        device_id=None if device.type == "cpu" else device,
         store=dist.HashStore() if alone else None,  # alone it needs no port
         rank=0 if alone else -1,
         world_size=1 if alone else -1,
