@@ -87,12 +87,9 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
             group["lr"] = lr
         loss_sum = torch.zeros((), device=device)
         for k, batch in enumerate(batches):
-            torch.manual_seed(
-                seed_of(seed, "grain", step, min(sampler.grain(k), sampler.grains - 1))
-            )
-            counts = sampler.has_grain(
-                k
-            )  # without a grain of its own a rank runs one with weight 0
+            torch.manual_seed(seed_of(seed, "grain", step, sampler.grain(k)))
+            # Without a grain of its own a rank runs one with weight 0, to keep in step.
+            counts = sampler.has_grain(k)
             with (
                 parallel.sync(model, last=k == len(batches) - 1),
                 frozen_statistics(model, not counts),

@@ -100,9 +100,7 @@ class Parallel:
             self._shard(block)
         materialise(model, "", self.device, config.run.seed, initialise)
         parallelize_module(model, self.mesh["tensor"], self._plan(model))
-        self._shard(
-            model
-        )  # the root comes last and takes what is left: embeddings, norms, the head
+        self._shard(model)  # the root last: it takes what is left, embeddings, norms and the head
         return model
 
     def _plan(self, module: nn.Module) -> dict[str, ParallelStyle]:
@@ -142,9 +140,8 @@ class Parallel:
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """The norm of the whole gradient, which is scaled down to `max_norm` (0: only measured)."""
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)
-        return (
-            norm.full_tensor() if isinstance(norm, DTensor) else norm
-        )  # all ranks must reach this
+        # All ranks must reach this: it sums over them.
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float

@@ -78,9 +78,7 @@ class Parallel:
                 checkpoint_activations(block)
             self._shard(block)
         materialise(model, "", self.device, config.run.seed, initialise)
-        self._shard(
-            model
-        )  # the root comes last and takes what is left: embeddings, norms, the head
+        self._shard(model)  # the root last: it takes what is left, embeddings, norms and the head
         check_replicas(model, self.mesh["replicate"].get_group())
         return model
 
@@ -111,9 +109,8 @@ class Parallel:
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """The norm of the whole gradient, which is scaled down to `max_norm` (0: only measured)."""
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)
-        return (
-            norm.full_tensor() if isinstance(norm, DTensor) else norm
-        )  # all ranks must reach this
+        # All ranks must reach this: it sums over them.
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
