@@ -175,8 +175,10 @@ if __name__ == "__main__":
     import torch.distributed.fsdp  # noqa: F401
     import torch.distributed.tensor.parallel
     import torch.utils.tensorboard
-    import torchvision  # noqa: F401
     import tqdm  # noqa: F401
+
+    with contextlib.suppress(ImportError):  # for images alone
+        import torchvision  # noqa: F401
 
     for line in sys.stdin:
         answer = json.dumps(_serve(json.loads(line)))

@@ -261,3 +261,25 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
         assert result.ok, result
         for output in result.outputs:
             assert [line for line in output.splitlines() if line.startswith("scale")] == ["scale 512.0"] * 2
+
+
+def test_replicas_that_start_apart_are_noticed(
+    ranks: Ranks, project: Callable[[str, str], Path], images: Path, tmp_path: Path
+) -> None:
+    for strategy, world in (("ddp", 2), ("hsdp", 4)):
+        broken = tmp_path / strategy / f"gpt_{strategy}"
+        shutil.copytree(project("gpt", strategy), broken)
+        file = broken / broken.name / "weights.py"
+        text = file.read_text()
+        seeded = "torch.manual_seed(seed_of(seed, child_name))"
+        assert seeded in text
+        file.write_text(text.replace(seeded, "torch.manual_seed(dist.get_rank())"))
+        result = ranks.run(
+            broken,
+            world,
+            f"--run.dir={tmp_path / 'run'}",
+            *options("gpt", images),
+            local_world=2,
+        )
+        assert not result.ok
+        assert "ranks start with other values of embedding.weight" in str(result)
