@@ -96,6 +96,9 @@ def started(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe:
+                pipe.close()
 
 
 def descendants(pid: int) -> list[int]:
@@ -108,17 +111,15 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def ranks_of(pid: int) -> list[int]:
-    """The processes that run train.py as a rank below `pid`, their data loaders left out."""
-    ranks = []
-    for child in descendants(pid):
+def rank(number: int, launch: int) -> int:
+    """The process of a rank below the launch script `launch`; 0 while there is none."""
+    for child in descendants(launch):
         with contextlib.suppress(OSError):
-            # A rank leads a session of its own; its loader workers are in it.
-            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            if b"train.py" in words and b"torch.distributed.run" not in words:
-                if os.getsid(child) == child:
-                    ranks.append(child)
-    return ranks
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            # A rank leads a session of its own; its data loaders have the same variables.
+            if f"RANK={number}".encode() in variables and os.getsid(child) == child:
+                return child
+    return 0
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
