@@ -1,0 +1,380 @@
+"""What goes on from where: the rules of a run's folder, its lock, and what a changed config may do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from faults import MODELS, OPTIONS, RECORD, STEPS, Trainer, touch_at
+from ranks import Ranks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def projects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("projects")
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, projects: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """A finished run of nine steps that keeps every checkpoint."""
+    train = Trainer(ranks, projects, tmp_path_factory.mktemp("whole"))
+    result = train(2, "--checkpoint.keep=9", "--checkpoint.every=1")
+    assert result.ok, result
+    return train
+
+
+@pytest.fixture
+def train(ranks: Ranks, projects: Path, tmp_path: Path) -> Trainer:
+    return Trainer(ranks, projects, tmp_path)
+
+
+@pytest.fixture
+def at_4(train: Trainer, whole: Trainer) -> Trainer:
+    """A run that was stopped after step 4 and has the checkpoints of steps 3 and 4."""
+    shutil.copytree(whole.run, train.run)
+    for path in (train.run / "checkpoints").iterdir():
+        if path.name not in ("step_00000003", "step_00000004"):
+            shutil.rmtree(path)
+    shutil.rmtree(train.run / "export")
+    return train
+
+
+def same(train: Trainer, whole: Trainer) -> None:
+    """Fails unless the run's losses are those of the run that was never interrupted."""
+    assert train.losses() == pytest.approx(whole.losses(), rel=1e-5)
+
+
+# Where a run goes on
+
+
+def test_a_finished_run_says_so_and_has_its_export(train: Trainer, whole: Trainer) -> None:
+    shutil.copytree(whole.run, train.run)
+    shutil.rmtree(train.run / "export")  # as after a crash between the last checkpoint and it
+    result = train(1)
+    assert result.ok, result
+    assert "already at 9 of 9" in result.outputs[0]
+    new, old = (load_file(run / "export" / "model.safetensors") for run in (train.run, whole.run))
+    assert all(value.equal(old[name]) for name, value in new.items())
+    same(train, whole)
+    assert "already at 9 of 5" in train(2, "--train.stop_at=5").outputs[0]
+
+
+def test_a_resumed_run_repeats_no_line_of_the_metrics(at_4: Trainer, whole: Trainer) -> None:
+    with (at_4.run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo{"step": 4, "loss": 1.0}\n{"step": 10, "loss": 2')
+    result = at_4(1)
+    assert result.ok, result
+    assert f"resuming from {at_4.run}/checkpoints/step_00000004\n" in result.outputs[0]
+    same(at_4, whole)
+    assert [line["step"] for line in at_4.metrics() if "eval_loss" in line] == [9]
+
+
+def test_never_refuses_a_folder_with_checkpoints(at_4: Trainer, whole: Trainer) -> None:
+    result = at_4(2, "--run.resume=never")
+    assert result.codes == [1, 1]
+    assert "holds checkpoints, and run.resume is never: use another run.name" in result.outputs[0]
+    assert at_4.steps() == [3, 4]
+    # But a restart by torchrun or a requeue by Slurm finds checkpoints of its own.
+    assert at_4(1, "--run.resume=never", env={"TORCHELASTIC_RESTART_COUNT": "1"}).ok
+    same(at_4, whole)
+
+
+def test_a_path_resumes_from_there_and_what_came_after_is_out_of_the_way(
+    at_4: Trainer, whole: Trainer
+) -> None:
+    path = f"--run.resume={at_4.run}/checkpoints/step_00000003"
+    for _ in range(2):  # twice: then there is already something out of the way
+        result = at_4(2, path, "--train.stop_at=5", "--checkpoint.every=1", "--checkpoint.keep=3")
+        assert result.ok, result
+        assert "step_00000004 is now" in result.outputs[0]
+        assert [x for x in at_4.checkpoints() if not x.startswith("abandoned")] == [
+            f"step_0000000{step}" for step in (3, 4, 5)
+        ]
+    env = {"SLURM_RESTART_COUNT": "1"}  # requeued, it goes on from what it has saved since
+    result = at_4(1, path, "--train.stop_at=6", env=env)
+    assert "resuming from " in result.outputs[0]
+    assert "step_00000005\n" in result.outputs[0]
+    assert at_4(1).ok
+    same(at_4, whole)
+
+
+def test_a_crash_after_resuming_from_a_path_does_not_bring_the_old_future_back(
+    at_4: Trainer, whole: Trainer
+) -> None:
+    crash = STEPS + "hooks.append(lambda _: os._exit(9))"
+    assert at_4(1, f"--run.resume={at_4.run}/checkpoints/step_00000003", before=crash).codes == [9]
+    result = at_4(2)
+    assert f"resuming from {at_4.run}/checkpoints/step_00000003\n" in result.outputs[0]
+    same(at_4, whole)
+
+
+def test_the_checkpoint_of_another_run_resumes_in_a_folder_that_has_its_own(
+    at_4: Trainer, whole: Trainer
+) -> None:
+    elsewhere = f"{whole.run}/checkpoints/step_00000002"
+    crash = STEPS + "hooks.append(lambda _: STEP[0] == 6 and os._exit(9))"
+    assert at_4(1, f"--run.resume={elsewhere}", before=crash).codes == [9]
+    assert "step_00000004" in at_4.checkpoints()
+    for count, saved in (("1", 4), ("2", 6)):  # torchrun starts it again
+        env = {"TORCHELASTIC_RESTART_COUNT": count}
+        result = at_4(2, f"--run.resume={elsewhere}", f"--train.stop_at={saved + 2}", env=env)
+        assert result.ok, result
+        assert f"resuming from {at_4.run}/checkpoints/step_0000000{saved}\n" in result.outputs[0]
+    losses = at_4.losses()
+    assert losses == pytest.approx({s: whole.losses()[s] for s in losses}, rel=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["nowhere", "runs/default/export", "."])
+def test_a_path_without_a_checkpoint_is_an_error(train: Trainer, wrong: str) -> None:
+    result = train(1, f"--run.resume={wrong}")
+    assert result.codes == [1]
+    assert "is no complete checkpoint (a step_... folder)" in result.outputs[0]
+    assert "Traceback" not in result.outputs[0]
+
+
+# What may change in between
+
+
+@pytest.mark.parametrize(
+    ("option", "strategy"),
+    [
+        ("--model.width=48", "ddp"),
+        ("--model.layers=1", "ddp"),
+        ("--model.layers=3", "fsdp"),
+        ("--model.layers=1", "fsdp"),
+    ],
+)
+def test_another_model_size_is_refused_with_the_reason(
+    at_4: Trainer, option: str, strategy: str
+) -> None:
+    result = at_4(2, option, strategy=strategy)
+    assert result.codes == [1, 1]
+    assert "step_00000004 is of another model size: " in result.outputs[0]
+    assert "Traceback" not in str(result)
+    assert str(result).count("error: ") == 1
+    assert at_4.steps() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--data.samples=50", "another data set (length 54, now 45)"),
+        ("--data.seed=1", "another data set (identity "),
+        ("--run.seed=1", "another seed (seed 0, now 1)"),
+    ],
+)
+def test_other_data_or_another_seed_needs_a_word(at_4: Trainer, option: str, reason: str) -> None:
+    result = at_4(2, option)
+    assert result.codes == [1, 1]
+    assert reason.split(" (")[0] in result.outputs[0]
+    assert "--run.allow_data_change true" in result.outputs[0]
+    result = at_4(2, option, "--run.allow_data_change=true")
+    assert result.ok, result
+    assert list(at_4.losses()) == list(range(1, 10))
+    assert [line["samples"] for line in at_4.metrics() if "loss" in line][-1] == 9 * 12
+    result = at_4(1, option, "--train.steps=10")  # from now on this is its data
+    assert result.ok, result
+
+
+def test_hyperparameters_are_those_of_the_config_and_what_changed_is_told(
+    at_4: Trainer, whole: Trainer
+) -> None:
+    changed = {
+        "lr": "0.1",
+        "weight_decay": "0.5",
+        "steps": "8",
+        "micro_batch_size": "3",
+        "precision": "bf16",
+    }
+    see = STEPS + "hooks.append(lambda p: print('DECAY', demo.decay()))\n"
+    see += """
+import demo.weights
+make = demo.weights.make_optimizer
+def make_optimizer(*args):
+    optimizer = make(*args)
+    demo.decay = lambda: sorted(group["weight_decay"] for group in optimizer.param_groups)
+    return optimizer
+demo.weights.make_optimizer = make_optimizer
+"""
+    result = at_4(1, *(f"--train.{key}={value}" for key, value in changed.items()), before=see)
+    assert result.ok, result
+    for key, value in changed.items():
+        line = next(x for x in result.outputs[0].splitlines() if f"train.{key} was" in x)
+        assert line.startswith("changed since then: ")
+        assert line.strip("'").endswith(f"is {value}") or line.endswith(f"is '{value}'")
+    assert "train.grad_clip was" not in result.outputs[0]
+    assert "DECAY [0.0, 0.5]" in result.outputs[0]
+    lines = [line for line in at_4.metrics() if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[-1]["lr"] == pytest.approx(0.01)  # a tenth of lr at the last step
+    assert [line["loss"] for line in lines[:4]] == [whole.losses()[s] for s in range(1, 5)]
+    assert [line["samples"] for line in lines] == list(range(12, 97, 12))
+
+
+def test_another_micro_batch_goes_on_with_the_same_samples(train: Trainer) -> None:
+    assert train(2, "--train.stop_at=4", before=RECORD).ok
+    assert train(3, "--train.micro_batch_size=1", before=RECORD).ok
+    train.assert_every_sample_once_an_epoch()
+
+
+def test_another_global_batch_goes_on_from_the_samples_already_taken(train: Trainer) -> None:
+    assert train(2, "--train.stop_at=3", before=RECORD).ok
+    batch = ["--train.global_batch_size=18", "--train.steps=7"]
+    assert train(1, *batch, before=RECORD).ok
+    stream = train.stream()
+    assert len(stream) == 3 * 12 + 4 * 18 == 2 * 54
+    assert sorted(stream[:54]) == sorted(stream[54:]) == list(range(54))
+    assert [line["samples"] for line in train.metrics() if "loss" in line][2:5] == [36, 54, 72]
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "export", "file"])
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("fsdp", 3)])
+def test_init_from_takes_the_weights_alone(
+    train: Trainer, whole: Trainer, source: str, strategy: str, world: int
+) -> None:
+    path = {
+        "checkpoint": whole.run / "checkpoints" / "step_00000009",
+        "export": whole.run / "export",
+        "file": whole.run / "export" / "model.safetensors",
+    }[source]
+    still = ["--train.lr=1e-30", "--train.weight_decay=0", "--train.steps=2"]
+    result = train(world, *still, f"--run.init_from={path}", strategy=strategy)
+    assert result.ok, result
+    assert "the weights are those of" in result.outputs[0]
+    assert [line["samples"] for line in train.metrics() if "loss" in line] == [12, 24]
+    new, old = (load_file(run / "export" / "model.safetensors") for run in (train.run, whole.run))
+    assert all(value.equal(old[name]) for name, value in new.items())
+    result = train(1, *still, f"--run.init_from={path}")
+    assert "already at 2 of 2" in result.outputs[0]  # its own checkpoints come first
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--run.init_from=nowhere", "is neither a checkpoint nor an export"),
+        ("--run.init_from={0}/export --model.width=48", "is of another model size"),
+        ("--run.init_from={0}/checkpoints/step_00000009 --model.layers=1", "another model size"),
+        ("--run.init_from={0}/half.safetensors", "cannot be read"),
+        ("--run.init_from={0}/half", "cannot be read"),
+    ],
+)
+def test_what_init_from_cannot_use_is_an_error_of_a_line(
+    train: Trainer, whole: Trainer, option: str, reason: str
+) -> None:
+    exported = (whole.run / "export" / "model.safetensors").read_bytes()
+    (whole.run / "half.safetensors").write_bytes(exported[: len(exported) // 2])
+    half = whole.run / "half"
+    if not half.exists():
+        shutil.copytree(whole.run / "checkpoints" / "step_00000009", half)
+        os.truncate(half / "__0_0.distcp", 1000)
+    result = train(2, *option.format(whole.run).split())
+    assert result.codes == [1, 1]
+    assert reason in result.outputs[0]
+    assert "Traceback" not in str(result)
+    assert str(result).count("error: ") == 1
+
+
+# The lock
+
+
+def test_a_second_launch_is_kept_out_and_a_dead_one_s_lock_taken_over(train: Trainer) -> None:
+    here, go_on = train.folder / "here", train.folder / "go_on"
+    wait = f"import time; hooks.append(lambda _: [time.sleep(0.1) for _ in range(600) if not Path({str(go_on)!r}).exists()])"
+    before = STEPS + touch_at(1, here) + wait
+    script = train.project() / "broken.py"
+    command = [sys.executable, str(script), f"--run.dir={train.run}", *OPTIONS, *MODELS["mlp"]]
+    env = {**os.environ, "BEFORE": before, "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not here.exists():
+            assert first.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        second = {"SLURM_JOB_ID": "7"}  # also from within the same allocation
+        for env in ({}, second):
+            result = train(2, env=env)
+            assert result.codes == [1, 1]
+            assert "error: another launch is writing to" in result.outputs[0]
+            assert f"(host {socket.gethostname()}, process {first.pid})" in result.outputs[0]
+            assert (train.run / "lock").exists()
+        first.send_signal(signal.SIGKILL)
+    finally:
+        first.kill()
+        first.wait()
+    result = train(2)
+    assert result.ok, result
+    assert not list(train.run.glob("lock*"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"host": "HOST", "pid": PID, "started": "1"}'])
+def test_a_lock_that_says_nothing_of_a_live_process_is_taken_over_when_it_is_old(
+    train: Trainer, content: str
+) -> None:
+    train.run.mkdir()
+    lock = train.run / "lock"
+    text = content.replace("HOST", socket.gethostname()).replace("PID", str(os.getpid()))
+    lock.write_text(text)
+    result = train(1, "--train.steps=1")
+    assert result.codes == [1]
+    assert "another launch is writing" in result.outputs[0]
+    os.utime(lock, (time.time() - 100,) * 2)  # nobody has shown a sign of life
+    assert train(1, "--train.steps=1").ok
+    assert not lock.exists()
+
+
+def test_the_lock_of_a_process_whose_number_another_one_has_now_is_taken_over(
+    train: Trainer,
+) -> None:
+    crash = STEPS + "hooks.append(lambda _: os._exit(9))"
+    assert train(1, "--train.steps=2", before=crash).codes == [9]
+    lock = train.run / "lock"
+    lock.write_text(json.dumps(json.loads(lock.read_text()) | {"pid": os.getpid()}))
+    assert train(1, "--train.steps=2").ok
+
+
+# Disks that the ranks do not share
+
+# Gives each rank a run's folder of its own, as nodes without a shared disk have.
+OWN_DISK = """
+import sys
+sys.argv = [option.replace("@", os.environ["RANK"]) for option in sys.argv]
+"""
+
+
+def test_without_a_shared_disk_ddp_trains_and_resumes_through_rank_0(
+    train: Trainer, whole: Trainer
+) -> None:
+    run = f"{train.folder}/disk@/run"
+    for option in ("--train.stop_at=4", "--train.stop_at=6", "--train.steps=9"):
+        result = train(2, option, run=run, before=OWN_DISK)
+        assert result.ok, result
+    on = [train.folder / f"disk{rank}" / "run" for rank in range(2)]
+    assert train.losses(on[0]) == pytest.approx(whole.losses(), rel=1e-5)
+    assert f"resuming from {on[0]}/checkpoints/step_00000006" in result.outputs[0]
+    assert train.steps(on[0]) == [8, 9]
+    assert not (on[1] / "checkpoints").exists()
+    assert (on[1] / "logs" / "rank_1.log").exists()
+
+
+def test_without_a_shared_disk_fsdp_is_refused_with_the_reason(train: Trainer) -> None:
+    run = f"{train.folder}/disk@/run"
+    result = train(2, run=run, before=OWN_DISK, strategy="fsdp")
+    assert result.codes == [1, 1]
+    assert (
+        "is not the same folder on all ranks, and each rank writes its shard" in result.outputs[0]
+    )
+    assert "put run.dir on a shared disk, or use the strategy ddp" in result.outputs[0]
+    assert not (train.folder / "disk0" / "run" / "lock").exists()
