@@ -47,7 +47,9 @@ def test_a_run_of_two_machines_shrinks_to_one(
     train = project / "train.py"
     text = train.read_text()
     assert "        step += 1\n" in text
-    train.write_text(text.replace("        step += 1\n", "        step += 1\n        time.sleep(0.1)\n"))
+    train.write_text(
+        text.replace("        step += 1\n", "        step += 1\n        time.sleep(0.1)\n")
+    )
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -63,7 +65,12 @@ def test_a_run_of_two_machines_shrinks_to_one(
             with (tmp_path / f"node{node}.log").open("w") as log:
                 agents.append(
                     subprocess.Popen(
-                        command, cwd=project, env=env, stdout=log, stderr=log, start_new_session=True
+                        command,
+                        cwd=project,
+                        env=env,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
                     )
                 )
             time.sleep(1)  # the first one holds the rendezvous, and stays

@@ -38,7 +38,9 @@ def make_data(kind: str, folder: Path) -> list[str]:
             Image.new("RGB", (20, 20), colour).save(folder / f"class{i % 2}" / f"{i}.png")
         return [f"--data.path={folder}"]
     if kind == "text":
-        (folder / "squares.txt").write_text("".join(f"{i} squared is {i * i}. " for i in range(300)))
+        (folder / "squares.txt").write_text(
+            "".join(f"{i} squared is {i * i}. " for i in range(300))
+        )
         return [f"--data.path={folder}", "--data.context=16", "--data.val_fraction=0.3"]
     return ["--data.samples=40"]
 

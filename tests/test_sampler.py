@@ -24,7 +24,9 @@ def sampler() -> ModuleType:
     return importlib.import_module("parts_mlp_synthetic_tabular.sampler")
 
 
-def grains(sampler: ModuleType, world: int, steps: int, **options: Any) -> list[dict[int, list[Any]]]:
+def grains(
+    sampler: ModuleType, world: int, steps: int, **options: Any
+) -> list[dict[int, list[Any]]]:
     """Of each step its grains, {number: its keys}, gathered from all ranks."""
     gathered: list[dict[int, list[Any]]] = [{} for _ in range(steps)]
     lengths = set()
@@ -102,7 +104,12 @@ def test_another_global_batch_size_goes_on_from_the_samples(sampler: ModuleType)
 
 
 def test_a_data_set_smaller_than_a_global_batch_works(sampler: ModuleType) -> None:
-    keys = [k for step in grains(sampler, 3, 2, length=5, batch=12, micro=2) for g in step.values() for k in g]
+    keys = [
+        k
+        for step in grains(sampler, 3, 2, length=5, batch=12, micro=2)
+        for g in step.values()
+        for k in g
+    ]
     assert Counter(epoch for epoch, _ in keys) == {0: 5, 1: 5, 2: 5, 3: 5, 4: 4}
 
 
@@ -143,7 +150,11 @@ def test_ten_billion_samples_cost_no_more_than_a_few(sampler: ModuleType) -> Non
 
 def test_seeds_change_the_order_and_nothing_else_does(sampler: ModuleType) -> None:
     positions = np.arange(100)
-    orders = {tuple(sampler.permute(positions, 100, sampler.seed_of(seed, epoch))) for seed in (0, 1) for epoch in (0, 1)}
+    orders = {
+        tuple(sampler.permute(positions, 100, sampler.seed_of(seed, epoch)))
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
     assert len(orders) == 4
     mine = make(sampler, 0, 1, 3, length=50, batch=12, micro=2)
     before = list(mine)
@@ -162,7 +173,9 @@ def test_an_evaluation_counts_each_sample_once(
         batches = list(mine)
         rounds.add(len(batches))
         assert all(batches), "a rank without a batch still needs one to run"
-        seen += [index for turn, keys in enumerate(batches) if mine.has_batch(turn) for _, index in keys]
+        seen += [
+            index for turn, keys in enumerate(batches) if mine.has_batch(turn) for _, index in keys
+        ]
     assert sorted(seen) == list(range(n))
     assert len(rounds) == 1
 
