@@ -30,10 +30,9 @@ def peak(ranks: Ranks, project: Path, options: list[str], run: Path) -> float:
     return max(float(line.split()[1]) for line in peaks) / 1024
 
 
-def main() -> None:
+def measure(folder: Path) -> None:
     # Freed blocks go back to the system at once, so that the peak is that of what was held.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "100000"
-    folder = Path(tempfile.mkdtemp(prefix="memory-"))
     found = {}
     with Ranks() as ranks:
         for strategy in ("ddp", "fsdp"):
@@ -60,4 +59,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(Path(scratch))

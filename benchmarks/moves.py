@@ -51,8 +51,7 @@ def launch(command: list[str], run: Path, until: int, kill: bool, env: dict[str,
     assert kill or status == 0, f"{command} ended with {status}"
 
 
-def main() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="moves-"))
+def measure(folder: Path) -> None:
     scaffold = [sys.executable, "-m", "scaffold"]
     new = ["new", "demo", "--data", "text", "--yes", "--output-dir", str(folder)]
     subprocess.run([*scaffold, *new], check=True, stdout=subprocess.DEVNULL)
@@ -111,4 +110,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(Path(scratch))

@@ -30,8 +30,7 @@ def step_time(run: Path) -> float:
     return statistics.median(line["step_s"] for line in lines[10:] if "step_s" in line)
 
 
-def main() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="speed-"))
+def measure(folder: Path) -> None:
     project = write_project(folder / "demo")
     by_hand = folder / "by_hand"
     by_hand.mkdir()
@@ -56,4 +55,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(Path(scratch))
