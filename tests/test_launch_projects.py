@@ -96,28 +96,39 @@ def free_port() -> str:
 
 
 def test_two_nodes_train_one_run_and_give_the_losses_of_one_rank(place: Path) -> None:
-    """`launch/node.sh` twice, two ranks each, sharded within a node; and `python train.py` alone."""
+    """`launch/node.sh` twice, two ranks each, sharded within a node, beside `python train.py`.
+
+    Then one node is told to stop, as by a scheduler: both save and leave, and this machine alone,
+    by `launch/local.sh`, takes the run to its end.
+    """
     answers = "--model mlp --strategy hsdp --nodes 2 --precision fp32"
     project = new(place, "nodes", *answers.split())
-    options = [*SMALL, "--train.steps", "8"]
-    alone = launch(project / "train.py", "--run.name", "alone", *options, timeout=TIMEOUT)
+    alone = launch(project / "train.py", "--run.name", "alone", *SMALL)
     assert alone.code == 0, alone
+    expected = losses(project / "runs" / "alone")
+    assert list(expected) == list(range(1, STEPS + 1))
 
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_WAIT": "120"}
     shared |= {"SCAFFOLD_ALLOW_LOOPBACK": "1"}
-    node, options = project / "launch" / "node.sh", ["--run.name", "two", *options]
-    with started(node, *options, env=environment(NODE_RANK="1", **shared)) as one:
-        zero = launch(node, *options, env=environment(NODE_RANK="0", **shared))
-        out, err = one.communicate(timeout=60)
-    assert zero.code == 0, zero
-    assert one.returncode == 0, Launch(one.returncode, out, err, 0)
-    assert "by 4 " in zero.out
-    assert "step" not in out  # rank 0 alone reports
-    expected = losses(project / "runs" / "alone")
-    assert list(expected) == list(range(1, 9))
-    assert losses(project / "runs" / "two") == pytest.approx(expected, rel=1e-5)
-    for run in ("alone", "two"):
-        assert result(project / "runs" / run)["eval_samples"] == 100  # each once
+    node, run = project / "launch" / "node.sh", project / "runs" / "two"
+    options = ["--run.name", "two", *SMALL]
+    with (
+        started(node, *options, env=environment(NODE_RANK="0", **shared)) as zero,
+        started(node, *options, env=environment(NODE_RANK="1", **shared)) as one,
+    ):
+        assert eventually(lambda: len(losses(run)) >= 8)
+        one.send_signal(signal.SIGTERM)
+        ends = [process.communicate(timeout=60) for process in (zero, one)]
+    assert (zero.returncode, one.returncode) == (75, 75), ends
+    assert "by 4 " in ends[0][0]
+    assert "step" not in ends[1][0]  # rank 0 alone reports
+    stopped_at = max(losses(run))
+    assert checkpoints(run)[-1] == stopped_at < STEPS
+
+    done = launch(project / "launch" / "local.sh", *options)
+    assert done.code == 0, done
+    assert losses(run) == pytest.approx(expected, rel=1e-5)
+    assert result(run)["eval_samples"] == 100  # each once
 
 
 # --- signals and kills ----------------------------------------------------------------------------
