@@ -118,7 +118,8 @@ def regenerate(project: Path, plan: Plan) -> None:
             raise
         pending = (project / STAGED / JOURNAL).exists()
         outcome = "`scaffold undo` puts back what was changed" if pending else "nothing was changed"
-        raise ScaffoldError(f"cannot write {project}: {error.strerror or error}; {outcome}.")
+        where = error.filename2 or error.filename or project
+        raise ScaffoldError(f"cannot write {where}: {error.strerror or error}; {outcome}.")
     with contextlib.suppress(OSError):  # it is done; whoever comes next can tidy up
         _sync(*{(project / entry.path).parent for entry in journal.entries})
         recover(project)
@@ -193,9 +194,14 @@ def _journal(folder: Path) -> _Journal | None:
     """The journal in a folder; None where staging never got so far."""
     try:
         data = json.loads((folder / JOURNAL).read_text("utf-8"))
+        return _Journal(folder, [_Entry(**entry) for entry in data["entries"]], data["made"])
     except FileNotFoundError:
         return None
-    return _Journal(folder, [_Entry(**entry) for entry in data["entries"]], data["made"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ScaffoldError(
+            f"{folder / JOURNAL} is damaged ({error!r}): take from {folder / 'old'} what you miss, "
+            f"delete {folder}, run this again."
+        ) from None
 
 
 def _stage(project: Path, plan: Plan) -> _Journal:

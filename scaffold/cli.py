@@ -320,9 +320,15 @@ def status(project: Path, as_json: bool) -> int:
         click.echo(json.dumps(report_change.status_data(found), indent=2))
     else:
         wishes = project / regenerate.ANSWERS
-        asked = answers.read(wishes) if wishes.is_file() else {}
+        asked, wrong = {}, ""
+        try:
+            asked = answers.read(wishes) if wishes.is_file() else {}
+        except AnswerError as error:
+            wrong = error.message
         asked = {k: list(v) if isinstance(v, tuple) else v for k, v in asked.items()}
         click.echo(report_change.status_text(found, asked))
+        if wrong:
+            raise AnswerError(wrong)
     return 1 if found.unresolved or found.interrupted else 0
 
 

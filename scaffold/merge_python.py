@@ -8,6 +8,8 @@ from typing import Any
 
 from scaffold.merge import Merged, merge
 
+LARGEST = 300_000  # characters; black takes a second for 100,000
+
 
 class Broken(ValueError):
     """The merge is clean, but its result does not compile though both sides do."""
@@ -30,6 +32,8 @@ def merge_python(base: str, yours: str, new: str, pyproject: str) -> Merged:
 def _reformatted(base: str, yours: str, new: str, pyproject: str) -> Merged | None:
     import black
 
+    if len(yours) > LARGEST:
+        return None
     try:
         mode = _mode(pyproject)
         if black.format_str(yours, mode=mode) != yours:

@@ -62,7 +62,7 @@ def either(names: Iterable[str]) -> str:
 def _one(question: Question, raw: Any) -> str:
     if isinstance(raw, str) and raw in question.choices:
         return raw
-    close = difflib.get_close_matches(str(raw), question.choices, n=1)
+    close = difflib.get_close_matches(str(raw).lower(), question.choices, n=1)
     raise AnswerError(
         f"{question.flag}: {show(raw)!r} is not offered; use {either(question.choices)}."
         + (f" Did you mean {close[0]}?" if close else "")

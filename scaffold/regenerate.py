@@ -138,18 +138,43 @@ def adopt(project: Path, flags: Mapping[str, Any]) -> Change:
     """
     disk = Disk(project)
     given = {**_read(disk), **flags}
-    name = str(given.pop("name", project.resolve().name))
-    after, _ = answers.complete(questions.check_name(name), given)
+    name = _name(disk, given.pop("name", None))
+    after, _ = answers.complete(name, given)
     facts: dict[str, Any] = {"answers": after.structure(), "settings": after.settings()}
     plan = compare(State(__version__, **facts), disk, render(after), version=__version__, **facts)
     return Change(project, after, after, plan, __version__)
 
 
-def _answers(structure: Mapping[str, Any], settings: Mapping[str, Any]) -> Answers:
+def _name(disk: Disk, given: Any) -> str:
+    """The name of a project that is adopted: as its answers give it, its packaging, or its folder."""
+    if given is None:
+        try:
+            found = disk.found("pyproject.toml")
+            given = tomllib.loads((found.content if found else b"").decode())["project"]["name"]
+            if not (disk.root / given.replace("-", "_")).is_dir():
+                given = None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            given = None
+    name = disk.root.resolve().name if given is None else given
     try:
+        return questions.check_name(str(name))
+    except AnswerError as error:
+        raise AnswerError(f'{error.message} Give it as name = "..." in {ANSWERS}.')
+
+
+def _answers(structure: Mapping[str, Any], settings: Mapping[str, Any]) -> Answers:
+    """The answers of a state; one that this version does not know is an error, not a crash later."""
+    try:
+        for key, value in {**structure, **settings}.items():
+            if key not in ("name", "data-path"):  # a path may well be another machine's
+                questions.BY_KEY[key].parse(value)
         return Answers.of({**structure, **settings})
-    except (TypeError, KeyError) as error:
-        raise ScaffoldError(f"{state.STATE} has no usable answers ({error}); restore it from git.")
+    except (TypeError, KeyError, AnswerError) as error:
+        reason = error.message if isinstance(error, AnswerError) else repr(error)
+        raise ScaffoldError(
+            f"{state.STATE} has no usable answers ({reason.rstrip('.')}); "
+            "take it back from version control."
+        )
 
 
 def _asked(

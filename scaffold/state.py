@@ -134,6 +134,11 @@ def read(project: Path) -> State:
             f"{project} has no {STATE}: it is no project of scaffold's, or `scaffold adopt` it."
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if b"<<<<<<< " in (project / STATE).read_bytes():
+            raise ScaffoldError(
+                f"{project / STATE} has a merge's conflict markers; take one side of {FOLDER}/ whole "
+                f"(git checkout --ours {FOLDER}), then run this again."
+            ) from None
         raise ScaffoldError(
             f"{project / STATE} is damaged ({error!r}); take it back from version control."
         ) from None

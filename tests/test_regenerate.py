@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from helpers import Result, accepted, environment, files, label, scaffold
-from scaffold import apply, catalog, migrations
+from scaffold import apply, catalog, migrations, state
 from scaffold.answers import Answers
+from scaffold.disk import Disk
 from scaffold.migrations import Migration
+from scaffold.plan import compare
 from scaffold.render import Tree, render
 
 Make = Callable[..., Path]
@@ -92,6 +94,79 @@ def test_a_strategy_change_touches_what_belongs_to_it_alone(one: Answers, other:
     before, after = (tomllib.loads(tree["config.toml"].content.decode()) for tree in trees)
     assert before.pop("parallel") != after.pop("parallel")
     assert before == after
+
+
+def pairs(key: str) -> Iterator[Any]:
+    """Accepted answers that differ in `key` alone, and in the batch that goes with the model."""
+    for one, other in itertools.combinations(SHAPES, 2):
+        changes = {key: getattr(other, key), "global_batch_size": other.global_batch_size}
+        if replace(one, **changes) == other:
+            yield pytest.param(one, other, id=f"{label(one)}-{getattr(other, key)}")
+
+
+DATA_FILES = {"README.md", "config.toml", "demo/data.py", "pyproject.toml", "tests/tiny.py"}
+
+
+@pytest.mark.parametrize(("one", "other"), list(pairs("data")))
+def test_a_change_of_data_touches_what_belongs_to_it_alone(one: Answers, other: Answers) -> None:
+    trees = rendered(one), rendered(other)
+    text = {"prepare.py"} if "text" in (one.data, other.data) else set()
+    assert changed(*trees) == DATA_FILES | text | {"scaffold.toml"}
+    before, after = (tomllib.loads(tree["config.toml"].content.decode()) for tree in trees)
+    for key in ("workers", "val_fraction"):
+        assert before["data"][key] == after["data"][key]
+    for table in ("run", "model", "train", "checkpoint", "parallel"):
+        assert before[table] == after[table]
+
+
+@pytest.mark.parametrize(("one", "other"), list(pairs("model")))
+def test_a_change_of_model_touches_what_belongs_to_it_alone(one: Answers, other: Answers) -> None:
+    trees = rendered(one), rendered(other)
+    task = catalog.MODELS[one.model].task, catalog.MODELS[other.model].task
+    data = {"demo/data.py"} if task[0] != task[1] else set()
+    files = (DATA_FILES - {"demo/data.py"}) | data | {"demo/model.py", "scaffold.toml"}
+    assert changed(*trees) == files
+    before, after = (tomllib.loads(tree["config.toml"].content.decode()) for tree in trees)
+    for table in ("run", "checkpoint", "parallel", *(["data"] if task[0] == task[1] else [])):
+        assert before[table] == after[table]
+    own = {"global_batch_size", "micro_batch_size", "lr", "steps"}
+    for key in before["train"].keys() - own:
+        assert before["train"][key] == after["train"][key]
+
+
+ONE_APART = [*strategy_pairs(), *pairs("data"), *pairs("model")]
+
+
+@pytest.mark.parametrize("edited", [0, 1], ids=["half", "other half"])
+@pytest.mark.parametrize(("one", "other"), ONE_APART)
+def test_no_edit_is_lost_whichever_answer_changes(
+    one: Answers, other: Answers, edited: int, tmp_path: Path
+) -> None:
+    """Two lines in every second file: the others become what is new, these keep both lines."""
+    if edited:
+        one, other = other, one
+    project = tmp_path / "demo"
+    chosen = {"answers": one.structure(), "settings": one.settings()}
+    apply.create(project, rendered(one), version="0.1.0", **chosen)
+    mine = sorted(path for path in rendered(one) if path != "scaffold.toml")[edited::2]
+    for path in mine:
+        text = (project / path).read_text()
+        (project / path).write_text(f"# top of {path}\n{text}# end of {path}\n")
+    wanted = {"answers": other.structure(), "settings": other.settings()}
+    plan = compare(state.read(project), Disk(project), rendered(other), version="0.1.0", **wanted)
+    apply.regenerate(project, plan)
+    after = files(project)
+    for path in mine:
+        for line in (f"# top of {path}", f"# end of {path}"):
+            assert line in after[path].decode().splitlines(), path
+    for path, file in rendered(other).items():
+        if path not in mine:
+            assert after[path] == file.content, path
+    for step in plan.steps:
+        marked = b"<<<<<<< yours" in after.get(step.path, b"")
+        assert not marked or (step.problem and step.path.endswith((".py", ".md")))
+    for path in ("config.toml", "pyproject.toml", "scaffold.toml"):
+        tomllib.loads(after[path].decode())
 
 
 def test_an_unedited_project_becomes_what_a_new_one_would_be(
@@ -466,6 +541,78 @@ def test_a_base_that_another_version_made_is_not_guessed(make_project: Make) -> 
     assert "what was last generated is lost" in result.out
     assert (project / "config.toml").read_text() == mine
     assert "reshard" in (project / "config.toml.scaffold-new").read_text()
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"model": "bert"}, "'bert' is not offered"),
+        ({"nodes": "two"}, "'two' is not a whole number"),
+    ],
+)
+def test_a_state_with_answers_of_nowhere_is_said_before_anything_is_written(
+    answers: dict[str, Any], message: str, make_project: Make
+) -> None:
+    project = make_project()
+    path = project / ".scaffold/state.json"
+    known = json.loads(path.read_text())
+    set_state(project, answers={**known["answers"], **answers})
+    before = project_files(project)
+    assert message in regenerate(project, "--nodes", "2", code=1).err
+    assert project_files(project) == before
+
+
+def test_a_merge_of_two_branches_that_both_regenerated_can_be_ended(make_project: Make) -> None:
+    """Git leaves markers in the state; with one side of `.scaffold/` whole it goes on."""
+    project = make_project()
+    regenerate(project, "--nodes", "3")
+    edit(project / "launch/topology.env", "MASTER_PORT:=", "MASTER_PORT:=29600")
+    path = project / ".scaffold/state.json"
+    ours = path.read_text()
+    both = '<<<<<<< HEAD\n    "nodes": 3,\n=======\n    "nodes": 2,\n>>>>>>> other'
+    path.write_text(ours.replace('    "nodes": 3,', both))
+    assert "git checkout --ours .scaffold" in regenerate(project, code=1).err
+    path.write_text(ours)
+    edit(project / "scaffold.toml", "nodes = 3", "nodes = 2")
+    regenerate(project)
+    text = (project / "launch/topology.env").read_text()
+    assert "NNODES:=2" in text
+    assert "MASTER_PORT:=29600" in text
+
+
+@pytest.mark.parametrize("folder", [apply.UNDO, apply.STAGED])
+def test_a_damaged_journal_is_said(folder: str, make_project: Make) -> None:
+    project = make_project()
+    regenerate(project, "--nodes", "2")
+    (project / apply.UNDO).rename(project / folder)
+    (project / folder / "journal.json").write_text("{")
+    before = project_files(project)
+    result = scaffold("undo", project)
+    assert (result.code, "is damaged" in result.err) == (1, True)
+    assert project_files(project) == before
+
+
+def test_status_is_shown_where_the_answers_cannot_be_read(make_project: Make) -> None:
+    project = make_project()
+    (project / "export.py").unlink()
+    edit(project / "scaffold.toml", "nodes = 1", "nodes = 2.5")
+    result = scaffold("status", project)
+    assert "deleted        export.py" in result.out
+    assert (result.code, "'2.5' is not a whole number" in result.err) == (2, True)
+
+
+def test_adopt_knows_the_name_though_the_folder_has_another(make_project: Make) -> None:
+    project = make_project("my-demo")
+    whole = files(project)
+    shutil.rmtree(project / ".scaffold")
+    (project / "scaffold.toml").unlink()
+    project = project.rename(project.with_name("my copy"))
+    assert scaffold("adopt", project).code == 0
+    assert project_files(project) == whole
+    shutil.rmtree(project / ".scaffold")
+    for path in ("scaffold.toml", "pyproject.toml"):
+        (project / path).unlink()
+    assert 'Give it as name = "..." in scaffold.toml.' in scaffold("adopt", project).err
 
 
 def test_adopt_takes_a_project_in_whose_folder_was_lost(make_project: Make) -> None:
