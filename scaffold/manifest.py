@@ -63,6 +63,7 @@ SPECS = (
     FileSpec("{package}/parallel.py"),
     FileSpec("{package}/run.py"),
     FileSpec("{package}/sampler.py"),
+    FileSpec("{package}/storage.py"),
     FileSpec("{package}/weights.py"),
 )
 

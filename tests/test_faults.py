@@ -184,8 +184,8 @@ def test_a_crash_at_any_point_of_saving_leaves_a_run_that_resumes(
 
 def test_a_crash_before_the_first_checkpoint_starts_anew(train: Trainer) -> None:
     crash = STEPS + """
-import demo.checkpoint
-demo.checkpoint.write_json = lambda *_: os._exit(9)
+import demo.storage
+demo.storage.sync_folder = lambda *_: os._exit(9)
 """
     assert train(2, before=crash).codes == [9, 1]
     assert train.checkpoints() == [".unfinished_step_00000002"]

@@ -378,3 +378,25 @@ def test_without_a_shared_disk_fsdp_is_refused_with_the_reason(train: Trainer) -
     )
     assert "put run.dir on a shared disk, or use the strategy ddp" in result.outputs[0]
     assert not (train.folder / "disk0" / "run" / "lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--train.lr=1.0", "train.lr is 1.0 on rank 1 and 0.003 on rank 0:"),
+        ("--model.width=64", "model.width is 64 on rank 1 and 32 on rank 0:"),
+        (
+            "--data.samples=50",
+            "identity is synthetic table, seed 0: 45 + 5 x 16, 4 classes on rank 1 and ",
+        ),
+    ],
+)
+def test_ranks_with_other_options_or_data_are_told_apart_before_they_train(
+    train: Trainer, option: str, message: str
+) -> None:
+    before = f"import sys; sys.argv += [{option!r}] * int(os.environ['RANK'])"
+    result = train(2, before=before)
+    assert result.codes == [1, 1]
+    assert f"error: {message}" in result.outputs[0]
+    assert str(result).count("error: ") == 1
+    assert "Traceback" not in str(result)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from {{ cookiecutter.package }} import data, distributed
 from {{ cookiecutter.package }}.checkpoint import Checkpoints, export
 from {{ cookiecutter.package }}.config import PROJECT, Config, TrainConfig, load, write
-from {{ cookiecutter.package }}.distributed import UserError, agreed, log, sum_over_ranks, to_device
+from {{ cookiecutter.package }}.distributed import UserError, agreed, check_same, log, sum_over_ranks, to_device
 from {{ cookiecutter.package }}.metrics import Metrics, evaluate
 from {{ cookiecutter.package }}.model import count, loss
 from {{ cookiecutter.package }}.parallel import Parallel
@@ -35,11 +35,13 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
     options, seed = config.train, config.run.seed
     with agreed():
         train_set, val_set, sizes, identity = data.build(config.data, PROJECT)
+    facts = {"identity": identity, "length": len(train_set), "seed": seed}
+    check_same(config.numbers() | facts)
+    with agreed():
         parallel = Parallel(config, device)
         model = parallel.build(sizes)
     # After sharding: an optimizer that holds the parameters of before would move nothing.
     optimizer = make_optimizer(model, options.weight_decay)
-    facts = {"identity": identity, "length": len(train_set), "seed": seed}
     checkpoints = Checkpoints(run, config, model, optimizer, parallel.scaler, facts)
     step, samples = checkpoints.resume()
     last_step = min(options.stop_at or options.steps, options.steps)

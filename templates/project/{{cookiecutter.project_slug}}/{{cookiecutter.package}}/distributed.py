@@ -145,6 +145,18 @@ def agreed() -> Iterator[None]:
         raise UserError(first)
 
 
+def check_same(facts: dict[str, object]) -> None:
+    """Raises UserError where the facts of some rank are not those of rank 0."""
+    theirs = from_rank_0(facts)
+    with agreed():
+        for name, value in facts.items():
+            if value != theirs.get(name):
+                raise UserError(
+                    f"{name} is {value} on rank {RANK} and {theirs.get(name)} on rank 0:\n"
+                    "give all nodes the same options, config.toml and data."
+                )
+
+
 def in_step(items: Iterable[T]) -> Iterator[T]:
     """The items, of which every rank has as many; a UserError that one meets is raised by all."""
     iterator, item, error = iter(items), None, None
