@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from conftest import write_project  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from conftest import write_project
+from ranks import Ranks
 
 OPTIONS = (
     "--train.steps=2 --train.global_batch_size=4 --train.micro_batch_size=1 --train.precision=fp32 "

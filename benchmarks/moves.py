@@ -91,8 +91,15 @@ def measure(folder: Path) -> None:
         (axes[0], "still", "moved", "a generated project"),
         (axes[1], "usual still", "usual", "the usual recipe"),
     ):
-        axis.plot(*zip(*found[still].items()), color="0.75", linewidth=5, label="never moved")
-        axis.plot(*zip(*found[moved].items()), color="tab:red", linewidth=1.2, label="moved")
+        axis.plot(
+            *zip(*found[still].items(), strict=False),
+            color="0.75",
+            linewidth=5,
+            label="never moved",
+        )
+        axis.plot(
+            *zip(*found[moved].items(), strict=False), color="tab:red", linewidth=1.2, label="moved"
+        )
         axis.set(title=f"{title}: at most {apart[moved]:.1g} apart", xlabel="step")
         for at, text in (
             (0, "4 ranks\nDDP"),

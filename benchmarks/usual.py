@@ -11,7 +11,6 @@ import math
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, sys.argv[1])
-import demo.model  # noqa: E402
-from demo import data  # noqa: E402
-from demo.config import PROJECT, load  # noqa: E402
+import demo.model
+from demo import data
+from demo.config import PROJECT, load
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ranks import Ranks
 from scaffold import __version__, apply
 from scaffold.answers import Answers, complete
 from scaffold.render import render
-from ranks import Ranks
 
 # Generating a project takes longer than Hypothesis expects of an example.
 settings.register_profile(

@@ -33,7 +33,9 @@ class Result:
         return not any(self.codes)
 
     def __str__(self) -> str:
-        return f"exit {self.codes}\n" + "\n".join(f"--- rank {i}\n{o}" for i, o in enumerate(self.outputs))
+        return f"exit {self.codes}\n" + "\n".join(
+            f"--- rank {i}\n{o}" for i, o in enumerate(self.outputs)
+        )
 
 
 class Ranks:
@@ -50,7 +52,8 @@ class Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self.server.stdin is not None and self.server.stdout is not None
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
         self.server.stdin.close()
         self.server.wait()
         self.server.stdout.close()
@@ -82,7 +85,8 @@ class Ranks:
             "local_world": local_world or world,
             "kill": kill,
         }
-        assert self.server.stdin is not None and self.server.stdout is not None
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
         self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
         answer = json.loads(self.server.stdout.readline())
@@ -163,7 +167,9 @@ def _serve(request: dict[str, Any]) -> dict[str, Any]:
             time.sleep(0.01)
         return {
             "codes": [codes[pid] for pid in pids],
-            "outputs": [path.read_text(errors="replace") if path.exists() else "" for path in outputs],
+            "outputs": [
+                path.read_text(errors="replace") if path.exists() else "" for path in outputs
+            ],
         }
 
 
@@ -171,10 +177,6 @@ if __name__ == "__main__":
     # All that a project imports, once. Nothing here may start a thread: threads do not survive a fork.
     import jsonargparse  # noqa: F401
     import safetensors.torch  # noqa: F401
-    import torch.distributed.checkpoint.state_dict  # noqa: F401
-    import torch.distributed.fsdp  # noqa: F401
-    import torch.distributed.tensor.parallel
-    import torch.utils.tensorboard
     import tqdm  # noqa: F401
 
     with contextlib.suppress(ImportError):  # for images alone

@@ -107,7 +107,8 @@ def test_every_step_has_the_loss_of_one_rank(
     result = ranks.run(project(model, "ddp"), 1, f"--run.dir={tmp_path / 'one'}", *args)
     assert result.ok, result
     expected = metrics(tmp_path / "one")
-    assert expected[4]["epoch"] == 2 and expected[4]["samples"] == 60
+    assert expected[4]["epoch"] == 2
+    assert expected[4]["samples"] == 60
     failures = []
     for strategy, world in RANKS:
         if strategy == "fsdp-tp" and model != "gpt":
@@ -163,7 +164,8 @@ def test_a_run_moved_to_another_strategy_at_every_step_goes_on_as_if_nothing_had
     assert [line["step"] for line in losses] == [line["step"] for line in expected]
     # Rounding grows from step to step: 19 updates of float32 weights.
     for one, other in zip(losses, expected, strict=True):
-        assert one["samples"] == other["samples"] and one["lr"] == other["lr"]
+        assert one["samples"] == other["samples"]
+        assert one["lr"] == other["lr"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5), one["step"]
 
 

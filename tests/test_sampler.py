@@ -80,7 +80,8 @@ def test_each_position_of_the_stream_is_trained_on_once_on_any_ranks(
     ]
     for epoch in {epoch for epoch, _ in keys}:
         seen = Counter(index for e, index in keys if e == epoch)
-        assert max(seen.values()) == 1 and set(seen) <= set(range(length))
+        assert max(seen.values()) == 1
+        assert set(seen) <= set(range(length))
 
 
 @given(st.integers(1, 300), st.integers(0, 2**62))
@@ -142,7 +143,9 @@ def test_ten_billion_samples_cost_no_more_than_a_few(sampler: ModuleType) -> Non
     n = 10**10
     positions = np.arange(n - 1000, n)
     indices = sampler.permute(positions, n, 3)
-    assert len(set(indices.tolist())) == 1000 and 0 <= indices.min() and indices.max() < n
+    assert len(set(indices.tolist())) == 1000
+    assert indices.min() >= 0
+    assert indices.max() < n
     deep = sampler.GrainSampler(range(n), 96, 4, 5, 8, 0, 10**9)
     deep.set_step(10**8, 96 * 10**8)  # an epoch is 1.04e8 steps: this step straddles two
     assert [next(iter(deep))[0]] == [0]
@@ -185,7 +188,8 @@ def test_the_held_out_split_has_two_sides_and_the_right_size(
     sampler: ModuleType, n: int, fraction: float
 ) -> None:
     chosen = sampler.held_out(n, fraction)
-    assert chosen.any() and not chosen.all()
+    assert chosen.any()
+    assert not chosen.all()
     assert abs(chosen.sum() - n * fraction) <= 1 + 5 * (n * fraction * (1 - fraction)) ** 0.5
     # Growth moves no sample, but for the one that keeps a side from being empty.
     assert (sampler.held_out(n + 7, fraction)[:n] != chosen).sum() <= 1
