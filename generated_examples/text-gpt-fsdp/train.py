@@ -13,7 +13,7 @@ import torch.distributed as dist
 from text_gpt_fsdp import data, distributed
 from text_gpt_fsdp.checkpoint import Checkpoints, export
 from text_gpt_fsdp.config import PROJECT, Config, TrainConfig, load, write
-from text_gpt_fsdp.distributed import UserError, agreed, log, sum_over_ranks, to_device
+from text_gpt_fsdp.distributed import UserError, agreed, check_same, log, sum_over_ranks, to_device
 from text_gpt_fsdp.metrics import Metrics, evaluate
 from text_gpt_fsdp.model import count, loss
 from text_gpt_fsdp.parallel import Parallel
@@ -35,11 +35,13 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
     options, seed = config.train, config.run.seed
     with agreed():
         train_set, val_set, sizes, identity = data.build(config.data, PROJECT)
+    facts = {"identity": identity, "length": len(train_set), "seed": seed}
+    check_same(config.numbers() | facts)
+    with agreed():
         parallel = Parallel(config, device)
         model = parallel.build(sizes)
     # After sharding: an optimizer that holds the parameters of before would move nothing.
     optimizer = make_optimizer(model, options.weight_decay)
-    facts = {"identity": identity, "length": len(train_set), "seed": seed}
     checkpoints = Checkpoints(run, config, model, optimizer, parallel.scaler, facts)
     step, samples = checkpoints.resume()
     last_step = min(options.stop_at or options.steps, options.steps)
@@ -87,12 +89,9 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
             group["lr"] = lr
         loss_sum = torch.zeros((), device=device)
         for k, batch in enumerate(batches):
-            torch.manual_seed(
-                seed_of(seed, "grain", step, min(sampler.grain(k), sampler.grains - 1))
-            )
-            counts = sampler.has_grain(
-                k
-            )  # without a grain of its own a rank runs one with weight 0
+            torch.manual_seed(seed_of(seed, "grain", step, sampler.grain(k)))
+            # Without a grain of its own a rank runs one with weight 0, to keep in step.
+            counts = sampler.has_grain(k)
             with (
                 parallel.sync(model, last=k == len(batches) - 1),
                 frozen_statistics(model, not counts),
@@ -103,8 +102,10 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
                 parallel.backward(value * (counts * size / targets))
             loss_sum += value.detach() * counts
         grad_norm = parallel.step(model, optimizer, options.grad_clip)
+        # A bad gradient is everyone's. It counts as half a step later than the loss of the rank it is from.
+        bad = torch.where(loss_sum.isfinite(), step + 0.5, float(step))
         fine = loss_sum.isfinite() & (grad_norm.isfinite() | scaled)
-        first_bad = torch.where(fine, first_bad, first_bad.clamp(max=step))
+        first_bad = torch.where(fine, first_bad, first_bad.minimum(bad))
         first_sample = samples
         samples += batch_size
         tokens += targets
@@ -114,7 +115,7 @@ def train(config: Config, device: torch.device, run: Run, stop: StopSignal) -> i
         last = step == last_step or bool(told)
         # Who was told to stop may have seconds left, and needs them to save.
         evaluating = step == last_step or (is_every(options.eval_every, step) and not told)
-        saving = last or due or is_every(config.checkpoint.every, step)
+        saving = last or bool(due) or is_every(config.checkpoint.every, step)
         if last or evaluating or saving or is_every(options.log_every, step):
             dist.all_reduce(loss_sum)  # all ranks must reach this
             mean = loss_sum.item() / replicas / targets
@@ -182,9 +183,12 @@ def stop_at_bad_loss(first_bad: torch.Tensor, lr: float) -> None:
     """Ends the run on all ranks, before a checkpoint of ruined weights can be written."""
     firsts: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(firsts, first_bad.item())  # all ranks must reach this
-    step = min(firsts)
+    first = min(firsts)
+    what, where = (
+        ("loss", f" on rank {firsts.index(first)}") if first % 1 == 0 else ("gradient", "")
+    )
     raise UserError(
-        f"the loss or its gradient became nan or inf at step {step:.0f} on rank {firsts.index(step)} "
+        f"the {what} became nan or inf at step {first // 1:.0f}{where} "
         f"(learning rate {lr:.3g}); nothing was saved since.\n"
         "Try a lower train.lr, a longer train.warmup_steps, or --train.precision fp32."
     )

@@ -5,13 +5,10 @@ torch.distributed.checkpoint (https://docs.pytorch.org/docs/stable/distributed.c
 `state.json` with everything else. It gets this name by a rename when it is complete on all ranks.
 """
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,13 +27,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from . import storage
 from .config import PROJECT, Config
 from .distributed import RANK, RESTARTED, UserError, agreed, from_rank_0, log, sum_over_ranks
 from .run import Run
+from .storage import FAILURES, Failure, cause
 
 Tensors = dict[str, Any]  # nested dicts of tensors
-Failure = Exception | CheckpointException  # the second is no Exception, so it must be named
-FAILURES = (Exception, CheckpointException)
 # Under DDP rank 0 saves and loads by itself, on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
 
@@ -68,7 +64,7 @@ class Checkpoints:
         # A save that is under way: its record, the writing in the background, what went wrong.
         self.pending: tuple[dict[str, Any], Future[Any] | None, Failure | None] | None = None
         # Saving in the background needs collectives of its own, apart from those of training.
-        self.group = dist.new_group(backend="gloo") if config.checkpoint.async_save else None
+        self.group: Any = dist.new_group(backend="gloo") if config.checkpoint.async_save else None
         if self.sharded and not run.shared:
             raise UserError(
                 f"{run.folder} is not the same folder on all ranks, and each rank writes its shard there:"
@@ -111,10 +107,8 @@ class Checkpoints:
                     )
                 else:
                     dcp.save(tensors, checkpoint_id=target, no_dist=not self.sharded)
-            except (
-                FAILURES
-            ) as e:  # a full disk, for one: training goes on with the checkpoint before
-                error = e
+            except FAILURES as e:
+                error = e  # a full disk, for one: training goes on with the checkpoint before
         self.pending = (record, future, error)
         return True if self.config.checkpoint.async_save else self.finish()
 
@@ -135,12 +129,12 @@ class Checkpoints:
             error = e
         if not sum_over_ranks(error is not None)[0] and RANK == 0:
             try:
-                write_json(source / "state.json", record)
-                sync_folder(source)
+                storage.write(source / "state.json", json.dumps(record, indent=2))
+                storage.sync_folder(source)
                 target = self.folder / f"step_{record['step']:08d}"
-                remove(target)
+                storage.remove(target)
                 source.rename(target)
-                sync_folder(self.folder)
+                storage.sync_folder(self.folder)
             except OSError as e:
                 error = e
         errors: list[str | None] = [None] * dist.get_world_size()
@@ -159,9 +153,9 @@ class Checkpoints:
         return self.folder / f".unfinished_step_{step:08d}"
 
     def _prune(self) -> None:
-        for path in complete(self.folder)[max(1, self.config.checkpoint.keep) :]:
-            if step_of(path) != self.best.get("step"):
-                remove(path)
+        for path in storage.complete(self.folder)[max(1, self.config.checkpoint.keep) :]:
+            if storage.step_of(path) != self.best.get("step"):
+                storage.remove(path)
 
     def is_best(self, step: int, eval_loss: float) -> bool:
         """Notes an evaluation; True where its checkpoint is to be kept as the best so far."""
@@ -184,7 +178,7 @@ class Checkpoints:
                 record = self._read(path) if RANK == 0 else None
             record = from_rank_0(record)
             if record is None or not self._load(path):
-                log.warning("%s IS DAMAGED and set aside; trying the one before it", path)
+                log.warning("%s IS DAMAGED; trying the one before it", path)
                 continue
             if record["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(record["scaler"])
@@ -203,7 +197,7 @@ class Checkpoints:
 
     def _candidates(self) -> list[Path]:
         """Where to go on from, the first choice first."""
-        wanted, found = self.config.run.resume, complete(self.folder)
+        wanted, found = self.config.run.resume, storage.listed(self.folder)
         for pattern in (".unfinished_*", ".deleted_*"):  # of a launch that was killed
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
@@ -216,15 +210,18 @@ class Checkpoints:
                 )
             return []
         path = PROJECT / wanted
-        if not is_complete(path):
+        if not storage.is_complete(path):
             raise UserError(f"run.resume: {path} is no complete checkpoint (a step_... folder).")
         # The first attempt of this launch set aside all that was newer: what is there now is its own.
-        return [*(p for p in found if RESTARTED and step_of(p) > step_of(path)), path]
+        return [
+            *(p for p in found if RESTARTED and storage.step_of(p) > storage.step_of(path)),
+            path,
+        ]
 
     def _set_aside(self, step: int, path: Path) -> None:
         """Renames what is newer than the checkpoint gone on from: a future that is abandoned."""
-        for other in complete(self.folder):
-            if step_of(other) >= step and other.resolve() != path.resolve():
+        for other in storage.listed(self.folder):
+            if storage.step_of(other) >= step and other.resolve() != path.resolve():
                 aside = other.with_name(f"abandoned_{other.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 other.rename(aside)
@@ -237,15 +234,16 @@ class Checkpoints:
         """
         try:
             record: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            shapes = saved_shapes(path)
+            shapes = storage.saved_shapes(path)
         except Exception as error:  # whatever json and pickle make of half a file
             log.warning("%s: %s", path, cause(error))
             return None
         for key, value in self.data.items():
-            if record["data"][key] != value and not self.config.run.allow_data_change:
+            before = record["data"].get(key)
+            if before != value and not self.config.run.allow_data_change:
                 raise UserError(
                     f"{path.name} was trained with another {'seed' if key == 'seed' else 'data set'} "
-                    f"({key} {record['data'][key]}, now {value}).\n"
+                    f"({key} {before}, now {value}).\n"
                     "To go on all the same: --run.allow_data_change true"
                 )
         check_shapes(self.model, shapes, path)
@@ -289,41 +287,23 @@ class Checkpoints:
             log.info("changed since then: the project's code")
 
 
-def is_complete(path: Path) -> bool:
-    return (path / ".metadata").is_file() and (path / "state.json").is_file()
-
-
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a run's `checkpoints` folder, newest first."""
-    return sorted((p for p in folder.glob("step_*[0-9]") if is_complete(p)), reverse=True)
-
-
 def newest(config: Config) -> Path:
     """The checkpoint that `run.resume` names, or the newest of the run; UserError if there is none."""
     if config.run.resume not in ("auto", "never"):
         return PROJECT / config.run.resume
     found: list[Path] = []
     with agreed():
-        if RANK == 0 and not (found := complete(config.run_dir / "checkpoints")):
+        if RANK == 0 and not (found := storage.complete(config.run_dir / "checkpoints")):
             raise UserError(
                 f"{config.run_dir} holds no complete checkpoint: train first, or give --run.dir."
             )
     return from_rank_0(found)[0]
 
 
-def step_of(path: Path) -> int:
-    return int("".join(filter(str.isdigit, path.name)) or 0)
-
-
-def saved_shapes(path: Path) -> dict[str, torch.Size]:
-    """The shape of every weight in a checkpoint."""
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {k.removeprefix("model."): v.size for k, v in saved.items() if k.startswith("model.")}  # type: ignore[union-attr]
-
-
 def check_shapes(model: nn.Module, there: dict[str, torch.Size], path: Path) -> None:
     """Raises UserError unless the weights in `path`, of the shapes `there`, are those of `model`."""
-    here = {name: tensor.shape for name, tensor in get_model_state_dict(model).items()}
+    weights: Tensors = get_model_state_dict(model)
+    here = {name: tensor.shape for name, tensor in weights.items()}
     for name in here | there:
         if here.get(name) != there.get(name):
             saved, wanted = (tuple(s[name]) if name in s else "absent" for s in (there, here))
@@ -346,18 +326,18 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """Loads weights alone, from a checkpoint or from an export, into a model of any strategy."""
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     state: Tensors = {}
-    with agreed(), readable(path):
-        if RANK == 0 and is_complete(path):
-            check_shapes(model, saved_shapes(path), path)
+    with agreed(), storage.readable(path):
+        if RANK == 0 and storage.is_complete(path):
+            check_shapes(model, storage.saved_shapes(path), path)
         elif RANK == 0:
             if not file.is_file():
                 raise UserError(f"{path} is neither a checkpoint nor an export.")
             state = load_file(file)
             check_shapes(model, {name: value.shape for name, value in state.items()}, path)
-    if from_rank_0(is_complete(path)):
+    if from_rank_0(storage.is_complete(path)):
         state = get_model_state_dict(model)
         sharded = any(isinstance(value, DTensor) for value in state.values())
-        with agreed(), readable(path):
+        with agreed(), storage.readable(path):
             if sharded or RANK == 0:
                 dcp.load({"model": state}, checkpoint_id=path, no_dist=not sharded)
         if not sharded:
@@ -369,28 +349,17 @@ def load_weights(model: nn.Module, path: Path) -> None:
     log.info("the weights are those of %s", path)
 
 
-@contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Makes any failure to read `path` a UserError."""
-    try:
-        yield
-    except FAILURES as error:
-        text = (
-            str(error) if isinstance(error, UserError) else f"{path} cannot be read: {cause(error)}"
-        )
-        raise UserError(text) from None
-
-
 def export(model: nn.Module, folder: Path, config: Config, sizes: dict[str, int]) -> None:
     """Writes `model.safetensors`, the whole weights, and the `config.json` that rebuilds the model."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)  # all ranks must reach this
+    weights: Tensors = get_model_state_dict(model, options=options)  # all ranks must reach this
     if RANK == 0:
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / ".unfinished.safetensors"
         save_file({name: value.contiguous() for name, value in weights.items()}, unfinished)
         unfinished.replace(folder / "model.safetensors")
-        write_json(folder / "config.json", {"model": config.to_dict()["model"], "sizes": sizes})
+        facts = {"model": config.to_dict()["model"], "sizes": sizes}
+        storage.write(folder / "config.json", json.dumps(facts, indent=2))
         log.info("exported to %s", folder / "model.safetensors")
 
 
@@ -400,34 +369,3 @@ def code_hash() -> str:
     for file in sorted([*PROJECT.glob("*.py"), *Path(__file__).parent.glob("*.py")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def cause(error: BaseException) -> str:
-    """An error in one line; DCP's texts are tracebacks, whose last line is the reason."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1].strip()[:300]}" if lines else type(error).__name__
-
-
-def remove(path: Path) -> None:
-    """Deletes a checkpoint; a crash on the way leaves nothing that looks like one."""
-    doomed = path.with_name(f".deleted_{path.name}")
-    with contextlib.suppress(OSError):
-        path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def write_json(path: Path, value: object) -> None:
-    unfinished = path.with_name(f".unfinished_{path.name}")
-    with unfinished.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes a rename in `path` survive a power cut, where the file system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)

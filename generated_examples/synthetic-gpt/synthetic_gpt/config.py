@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
+from . import storage
 from .data import DataConfig
 from .distributed import RANK, UserError
 from .model import ModelConfig
@@ -68,6 +69,15 @@ class Config:
     def run_dir(self) -> Path:
         """The folder that holds all that the run writes."""
         return PROJECT / (self.run.dir or Path("runs", self.run.name))
+
+    def numbers(self) -> dict[str, Any]:
+        """What the ranks must have in common; paths and workers may differ between nodes."""
+        sections = self.to_dict()
+        return {
+            f"{section}.{key}": value
+            for section in ("model", "train", "checkpoint", "parallel")
+            for key, value in sections[section].items()
+        }
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)
@@ -132,9 +142,7 @@ def _check(config: Config) -> None:
 def write(config: Config, path: Path) -> None:
     """Leaves the configuration that holds, options included, in the run's folder (on rank 0)."""
     if RANK == 0:
-        unfinished = path.with_name(".unfinished_config.toml")
-        unfinished.write_text(to_toml(config), encoding="utf-8")
-        unfinished.replace(path)
+        storage.write(path, to_toml(config))
 
 
 def to_toml(config: Config) -> str:

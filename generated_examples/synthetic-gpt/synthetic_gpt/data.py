@@ -21,7 +21,7 @@ from .distributed import UserError
 class DataConfig:
     path: str = ""  # stays empty: nothing is read
     samples: int = 10_000  # sequences, held-out ones included
-    context: int = 128  # tokens in each
+    context: int = 64  # tokens in each
     vocab_size: int = 64  # different tokens
     strides: int = 8  # different strides: 1, 2, ...
     noise: float = 0.1  # part of the tokens that jump: the loss cannot fall far below 10 % of ln 64

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .distributed import compute_dtype
 from .model import blocks, initialise
 from .model import build as build_model
-from .weights import check_replicas, checkpoint_activations, materialise
+from .weights import check_replicas, checkpoint_activations, materialise, without_memory
 
 if TYPE_CHECKING:
     from .config import Config
@@ -47,8 +47,7 @@ class Parallel:
     def build(self, sizes: dict[str, int]) -> nn.Module:
         """The model on this rank's device, its first weights the same on any number of ranks."""
         config = self.config
-        with torch.device("meta"):
-            model = build_model(config.model, sizes)
+        model = without_memory(build_model, config.model, sizes)
         materialise(model, "", self.device, config.run.seed, initialise)
         check_replicas(model)
         for _, block in blocks(model):

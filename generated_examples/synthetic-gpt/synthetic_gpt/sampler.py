@@ -107,12 +107,12 @@ class GrainSampler(DistributedSampler):
         """Does nothing: the stream already holds a new shuffle for every epoch."""
 
     def grain(self, turn: int) -> int:
-        """The grain this rank runs in round `turn`; one past the last has no work of its own."""
-        return self.rank + turn * self.num_replicas
+        """The grain this rank runs in round `turn`: the last one again where it has none of its own."""
+        return min(self.rank + turn * self.num_replicas, self.grains - 1)
 
     def has_grain(self, turn: int) -> bool:
-        """False where this rank must run a grain a second time, with weight 0, to keep in step."""
-        return self.grain(turn) < self.grains
+        """False where this rank runs a grain only to keep in step, and must give it weight 0."""
+        return self.rank + turn * self.num_replicas < self.grains
 
     def describe(self) -> str:
         """The batch arithmetic in plain words, with a better micro-batch size where much idles."""
@@ -137,7 +137,7 @@ class GrainSampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[Key]:
         size = self.micro_batch_size
-        starts = [min(self.grain(turn), self.grains - 1) * size for turn in range(self.rounds)]
+        starts = [self.grain(turn) * size for turn in range(self.rounds)]
         offsets = np.concatenate([np.arange(start, start + size) for start in starts])
         for done in range(self.steps - self.step):
             yield from self.keys(self.samples + done * self.global_batch_size + offsets)
@@ -187,9 +187,8 @@ class Keyed(Dataset):
         seed = seed_of(self.seed, "sample", epoch, index)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(
-            seed
-        )  # the CPU's alone: a worker must not touch the GPU
+        # The CPU's generator alone: a worker must not touch the GPU.
+        torch.default_generator.manual_seed(seed)
         return self.dataset[index]
 
 

@@ -9,9 +9,19 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from .distributed import UserError
 from .sampler import seed_of
 
 Initialise = Callable[[str, nn.Module], None]
+
+
+def without_memory(build: Callable[..., nn.Module], *arguments: object) -> nn.Module:
+    """The model that `build` makes, on the meta device; UserError where its config makes no sense."""
+    try:
+        with torch.device("meta"):
+            return build(*arguments)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 @torch.no_grad()
@@ -36,16 +46,15 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
 
     Replicas that differ train on without an error, and each reports another model's loss.
     """
-    sums = [_local(p).double().sum() for p in model.parameters()]
-    mine = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.float64)
+    mine = torch.stack([_local(p).double().sum() for p in model.parameters()])
     low, high = mine.clone(), mine.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group)
-    for (name, _), a, b in zip(model.named_parameters(), low, high, strict=True):
-        if a != b:
-            raise RuntimeError(
-                f"ranks start with different values of {name}: is their code the same?"
-            )
+    names = [name for name, _ in model.named_parameters()]
+    for place in (low != high).nonzero().flatten().tolist():
+        raise RuntimeError(
+            f"ranks start with other values of {names[place]}: is their code the same?"
+        )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

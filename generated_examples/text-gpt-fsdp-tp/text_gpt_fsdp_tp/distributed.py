@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -75,9 +75,8 @@ def start(timeout: timedelta) -> torch.device:
     dist.init_process_group(
         backend,
         timeout=timeout,
-        device_id=(
-            None if device.type == "cpu" else device
-        ),  # tells nccl the device before its first barrier
+        # Tells nccl this rank's device before its first collective.
+        device_id=None if device.type == "cpu" else device,
         store=dist.HashStore() if alone else None,  # alone it needs no port
         rank=0 if alone else -1,
         world_size=1 if alone else -1,
@@ -146,6 +145,18 @@ def agreed() -> Iterator[None]:
         raise UserError(first)
 
 
+def check_same(facts: dict[str, object]) -> None:
+    """Raises UserError where the facts of some rank are not those of rank 0."""
+    theirs = from_rank_0(facts)
+    with agreed():
+        for name, value in facts.items():
+            if value != theirs.get(name):
+                raise UserError(
+                    f"{name} is {value} on rank {RANK} and {theirs.get(name)} on rank 0:\n"
+                    "give all nodes the same options, config.toml and data."
+                )
+
+
 def in_step(items: Iterable[T]) -> Iterator[T]:
     """The items, of which every rank has as many; a UserError that one meets is raised by all."""
     iterator, item, error = iter(items), None, None
@@ -179,7 +190,7 @@ def run(main: Callable[[], int]) -> None:
     except UserError as error:
         report(str(error), once=True)
         # All ranks end alike, so to torchrun this is no crash to restart: the script exits 1.
-        status = 0 if CONTROL else 1
+        leave(0 if CONTROL else 1)
     except Exception as error:
         if is_peer_failure(error):
             time.sleep(5)  # the rank that failed speaks first
@@ -190,13 +201,18 @@ def run(main: Callable[[], int]) -> None:
             for line in traceback.format_exc().splitlines():
                 log.critical("[rank %d] %s", RANK, line)
             report(f"rank {RANK} failed: {type(error).__name__}: {one_line(error)}")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        leave(1)
     gc.collect()  # a DDP model that is alive at interpreter exit can abort a finished run
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process at once: after an error, the clean-up of workers and groups may never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 class Unbreakable:

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from .distributed import LOCAL_WORLD_SIZE, check_group_size, compute_dtype
 from .model import TENSOR_PARALLEL, blocks, initialise
 from .model import build as build_model
-from .weights import checkpoint_activations, materialise
+from .weights import checkpoint_activations, materialise, without_memory
 
 # Both are about speed alone, and come once a rank: the logits are a view that nothing writes to, and
 # the gradient's norm is summed over one dimension of the mesh after the other.
@@ -88,8 +88,7 @@ class Parallel:
         One block at a time gets memory, values and shards, so no rank ever holds the whole model.
         """
         config = self.config
-        with torch.device("meta"):
-            model = build_model(config.model, sizes)
+        model = without_memory(build_model, config.model, sizes)
         for name, block in blocks(model):
             materialise(block, name, self.device, config.run.seed, initialise)
             parallelize_module(block, self.mesh["tensor"], self._plan(block))
@@ -101,9 +100,7 @@ class Parallel:
             self._shard(block)
         materialise(model, "", self.device, config.run.seed, initialise)
         parallelize_module(model, self.mesh["tensor"], self._plan(model))
-        self._shard(
-            model
-        )  # the root comes last and takes what is left: embeddings, norms, the head
+        self._shard(model)  # the root last: it takes what is left, embeddings, norms and the head
         return model
 
     def _plan(self, module: nn.Module) -> dict[str, ParallelStyle]:
@@ -143,9 +140,8 @@ class Parallel:
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """The norm of the whole gradient, which is scaled down to `max_norm` (0: only measured)."""
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)
-        return (
-            norm.full_tensor() if isinstance(norm, DTensor) else norm
-        )  # all ranks must reach this
+        # All ranks must reach this: it sums over them.
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float

@@ -15,6 +15,7 @@ from .distributed import RANK, in_step, log, sum_over_ranks, to_device
 from .model import score
 from .parallel import Parallel
 from .sampler import EvaluationSampler
+from .storage import write
 
 
 class Metrics:
@@ -33,9 +34,7 @@ class Metrics:
 
         path = folder / "metrics.jsonl"
         kept = [line for line in _lines(path) if _step(line) <= step]
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text("".join(kept), encoding="utf-8")
-        unfinished.replace(path)
+        write(path, "".join(kept))
         self.file = path.open("a", encoding="utf-8", buffering=1)  # a line reaches the disk at once
         self.writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
         self.bar = tqdm(total=steps, initial=step, disable=None, unit="step", dynamic_ncols=True)

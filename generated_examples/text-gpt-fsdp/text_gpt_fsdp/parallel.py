@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from .distributed import compute_dtype
 from .model import blocks, initialise
 from .model import build as build_model
-from .weights import batch_norms, checkpoint_activations, materialise
+from .weights import batch_norms, checkpoint_activations, materialise, without_memory
 
 if TYPE_CHECKING:
     from .config import Config
@@ -58,8 +58,7 @@ class Parallel:
         One block at a time gets memory, values and shards, so no rank ever holds the whole model.
         """
         config = self.config
-        with torch.device("meta"):
-            model = build_model(config.model, sizes)
+        model = without_memory(build_model, config.model, sizes)
         for name, block in blocks(model):
             materialise(block, name, self.device, config.run.seed, initialise)
             if config.train.compile:
@@ -69,9 +68,7 @@ class Parallel:
                 checkpoint_activations(block)
             self._shard(block)
         materialise(model, "", self.device, config.run.seed, initialise)
-        self._shard(
-            model
-        )  # the root comes last and takes what is left: embeddings, norms, the head
+        self._shard(model)  # the root last: it takes what is left, embeddings, norms and the head
         return model
 
     def _shard(self, module: nn.Module) -> None:
@@ -101,9 +98,8 @@ class Parallel:
     def clip(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """The norm of the whole gradient, which is scaled down to `max_norm` (0: only measured)."""
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)
-        return (
-            norm.full_tensor() if isinstance(norm, DTensor) else norm
-        )  # all ranks must reach this
+        # All ranks must reach this: it sums over them.
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
