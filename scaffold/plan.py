@@ -212,7 +212,11 @@ class _Planner:
             self.writes[yours.at] = None
             self._say(path, Action.DELETE, "no longer generated", at=at)
         else:
-            self.records[path] = replace(record, off=True, moved=at if at != path else None)
+            if record.base is not None and self._pending(at, record.base):
+                # Never taken over: should it be wanted again, it is offered again.
+                self.writes[at + ASIDE] = None
+            else:
+                self.records[path] = replace(record, off=True, moved=at if at != path else None)
             self._say(path, Action.KEEP, "no longer generated, but you changed it", at=at)
 
     def _present(self, path: str, at: str, record: Record | None, yours: Found, new: File) -> None:

@@ -186,6 +186,8 @@ def _asked(
         raise AnswerError(f'{ANSWERS}: a project keeps its name; put name = "{before.name}" back.')
     given = {**before.structure(), **found, **flags}
     del given["name"]
+    for name in without:  # a typing mistake must not look like done
+        questions.BY_KEY["launcher"].parse([name])
     # A launcher is one more, not one instead.
     launchers = {*found.get("launcher", before.launcher), *given["launcher"]} - {*without}
     given["launcher"] = questions.BY_KEY["launcher"].parse(sorted(launchers))

@@ -401,6 +401,21 @@ def test_the_launcher_that_is_always_there_stays(make_project: Make) -> None:
     project = make_project()
     regenerate(project, "--launcher", "torchrun")
     assert "always there" in regenerate(project, "--no-launcher", "torchrun", code=2).err
+    assert "'slrm' is not offered" in regenerate(project, "--no-launcher", "slrm", code=2).err
+
+
+def test_a_file_of_the_persons_own_is_in_the_way_only_while_the_answer_wants_its_name(
+    make_project: Make,
+) -> None:
+    project = make_project(data="synthetic")
+    (project / "prepare.py").write_text("print('mine')\n")
+    for _ in range(2):
+        regenerate(project, "--data", "text", code=1)
+        assert (project / "prepare.py.scaffold-new").exists()
+        regenerate(project, "--data", "synthetic")
+        assert not (project / "prepare.py.scaffold-new").exists()
+        assert (project / "prepare.py").read_text() == "print('mine')\n"
+        assert "prepare.py" not in scaffold("status", project).out
 
 
 def test_a_folder_that_is_no_project_is_refused_untouched(tmp_path: Path) -> None:
