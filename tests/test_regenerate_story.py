@@ -46,7 +46,12 @@ SIZES = {
     "resnet": "",
     "mlp": "layers=2 width=16",
 }
-DATA = {"gpt": "samples=25 context=16", "vit": "image_size=8", "resnet": "image_size=16", "mlp": ""}
+DATA = {
+    "gpt": "samples=25 context=16",
+    "vit": "samples=60 image_size=8",
+    "resnet": "samples=60 image_size=16",
+    "mlp": "samples=60",
+}
 TRAIN = "steps=6 global_batch_size=12 micro_batch_size=2 lr=3e-3"
 MODELS: dict[str, tuple[tuple[str, str], ...]] = {
     "gpt": (
