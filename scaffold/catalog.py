@@ -44,7 +44,7 @@ MODELS = {
     "mlp": Model("multi-layer perceptron, for tables", "tabular", 384, 16, "3e-3", 300),
     "resnet": Model("torchvision's ResNet, for images", "image", 192, 16, "1e-3", 200),
     "vit": Model("vision transformer, for images", "image", 192, 8, "1e-3", 200),
-    "gpt": Model("decoder-only transformer, for text", "text", 96, 4, "1e-3", 200, heads=4),
+    "gpt": Model("decoder-only transformer, for text", "text", 96, 4, "1e-3", 200, heads=8),
 }
 
 DATA = {

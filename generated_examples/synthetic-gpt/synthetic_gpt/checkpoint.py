@@ -280,7 +280,7 @@ class Checkpoints:
         now = self.config.to_dict()
         for section, values in record["config"].items():
             for key, old in values.items():
-                new = now.get(section, {}).get(key)
+                new = now[section].get(key, old)  # [parallel] has other keys under another strategy
                 if new != old and (section, key) not in {("run", "resume"), ("train", "stop_at")}:
                     log.info("changed since then: %s.%s was %r, is %r", section, key, old, new)
         if record["code"] != self.code:

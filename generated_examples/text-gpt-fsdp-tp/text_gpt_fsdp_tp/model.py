@@ -25,7 +25,7 @@ TENSOR_PARALLEL = {
 class ModelConfig:
     layers: int = 4  # transformer blocks
     width: int = 128  # features of each token
-    heads: int = 4  # attention heads; width / heads must be even
+    heads: int = 8  # attention heads; width / heads must be even
     hidden: int = 384  # hidden width of each block's perceptron; about 8/3 of width is usual
     dropout: float = 0.0  # of the embedding and of each residual branch's output
     tied: bool = True  # the output layer uses the embedding's weights

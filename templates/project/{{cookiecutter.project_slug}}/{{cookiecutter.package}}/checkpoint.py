@@ -213,7 +213,10 @@ class Checkpoints:
         if not storage.is_complete(path):
             raise UserError(f"run.resume: {path} is no complete checkpoint (a step_... folder).")
         # The first attempt of this launch set aside all that was newer: what is there now is its own.
-        return [*(p for p in found if RESTARTED and storage.step_of(p) > storage.step_of(path)), path]
+        return [
+            *(p for p in found if RESTARTED and storage.step_of(p) > storage.step_of(path)),
+            path,
+        ]
 
     def _set_aside(self, step: int, path: Path) -> None:
         """Renames what is newer than the checkpoint gone on from: a future that is abandoned."""
@@ -277,7 +280,7 @@ class Checkpoints:
         now = self.config.to_dict()
         for section, values in record["config"].items():
             for key, old in values.items():
-                new = now.get(section, {}).get(key)
+                new = now[section].get(key, old)  # [parallel] has other keys under another strategy
                 if new != old and (section, key) not in {("run", "resume"), ("train", "stop_at")}:
                     log.info("changed since then: %s.%s was %r, is %r", section, key, old, new)
         if record["code"] != self.code:

@@ -46,7 +46,9 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except FAILURES as error:
-        text = str(error) if isinstance(error, UserError) else f"{path} cannot be read: {cause(error)}"
+        text = (
+            str(error) if isinstance(error, UserError) else f"{path} cannot be read: {cause(error)}"
+        )
         raise UserError(text) from None
 
 
