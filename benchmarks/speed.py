@@ -19,15 +19,17 @@ from ranks import Ranks  # noqa: E402
 
 TURNS, RANKS = 5, 2
 OPTIONS = (
-    "--train.steps=30 --train.global_batch_size=32 --train.micro_batch_size=4 --train.precision=fp32 "
-    "--train.eval_every=0 --train.log_every=1 --checkpoint.every=1000 --data.samples=2000 --data.workers=0"
+    "--train.steps=60 --train.global_batch_size=32 --train.micro_batch_size=4 --train.precision=fp32 "
+    "--train.eval_every=0 --train.log_every=10 --checkpoint.every=1000 --data.samples=2000 --data.workers=0"
 ).split()
 
 
 def step_time(run: Path) -> float:
     """The median time of a step, without the first ten."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(line["step_s"] for line in lines[10:] if "step_s" in line)
+    return statistics.median(
+        line["step_s"] for line in lines if line["step"] > 10 and "step_s" in line
+    )
 
 
 def measure(folder: Path) -> None:
