@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import shutil
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import parts
 from faults import RECORD, STEPS, Trainer, cores, touch_at
 from ranks import Ranks
 
@@ -458,6 +461,25 @@ def test_an_exception_on_one_rank_ends_all_and_the_others_add_a_line(
     assert min(said) == said[1]  # each line starts with the time
     assert train.steps() == [2]
     assert not (train.run / "lock").exists()
+
+
+def test_what_fails_before_the_ranks_have_met_is_not_blamed_on_another_rank(train: Trainer) -> None:
+    result = train(2, env={"GLOO_SOCKET_IFNAME": "nosuch0"})
+    assert result.codes == [1, 1], result
+    assert "another rank is gone" not in str(result)
+    assert "Unable to find address for: nosuch0" in result.outputs[0].splitlines()[-1]
+
+
+def test_a_failure_of_nccl_itself_is_not_blamed_on_another_rank() -> None:
+    parts.load("mlp", "synthetic_tabular")
+    distributed = importlib.import_module("parts_mlp_synthetic_tabular.distributed")
+    for text, of_a_peer in {
+        "NCCL error, invalid usage: Duplicate GPU detected : rank 1 and rank 0": False,
+        "NCCL error, unhandled system error: Error while creating shared memory segment": False,
+        "NCCL error, remote process exited or there was a network error": True,
+        "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41414": True,
+    }.items():
+        assert distributed.is_peer_failure(dist.DistBackendError(text)) == of_a_peer, text
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -192,7 +192,8 @@ def run(main: Callable[[], int]) -> None:
         # All ranks end alike, so to torchrun this is no crash to restart: the script exits 1.
         leave(0 if CONTROL else 1)
     except Exception as error:
-        if is_peer_failure(error):
+        # What fails before the group stands is this rank's own affair: a wrong interface, a taken port.
+        if dist.is_initialized() and is_peer_failure(error):
             time.sleep(5)  # the rank that failed speaks first
             log.critical("[rank %d] stopped: another rank is gone (%s)", RANK, one_line(error))
             if CONTROL:
@@ -262,9 +263,10 @@ def preempted() -> int:
 
 def is_peer_failure(error: Exception) -> bool:
     """Whether `error` only says that some other rank went away."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
-    )
+    text = str(error)
+    if isinstance(error, dist.DistBackendError):  # nccl's own failures come as this too
+        return "gloo" in text or "remote process exited" in text
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
 
 
 def one_line(error: BaseException) -> str:
