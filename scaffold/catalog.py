@@ -61,7 +61,13 @@ STRATEGIES = {
     "fsdp-tp": Strategy("tensor parallel within a node, FSDP2 over nodes", ("gpt",), 1, "fsdp"),
 }
 
-LAUNCHERS = {"torchrun": "this machine and machines you log in to"}
+LAUNCHERS = {
+    "torchrun": "this machine, and machines where you start a script on each",
+    "slurm": "a Slurm cluster: jobs that go on by themselves after their time limit",
+    "ssh": "machines that you can log in to, all started from one of them",
+    "mpirun": "where MPI starts programs: Open MPI, MPICH, Intel MPI",
+    "kubernetes": "a Kubernetes cluster, with or without Kubeflow",
+}
 
 BACKENDS = {
     "auto": "nccl on CUDA, gloo on a CPU",

@@ -26,6 +26,10 @@ def _text(answers: Answers) -> bool:
     return answers.data == "text"
 
 
+def _with(*launchers: str) -> Callable[[Answers], bool]:
+    return lambda answers: any(launcher in answers.launcher for launcher in launchers)
+
+
 @dataclass(frozen=True)
 class FileSpec:
     """One file of a generated project; `{package}` in its path stands for the package."""
@@ -43,12 +47,27 @@ SPECS = (
     FileSpec("config.toml"),
     FileSpec("evaluate.py"),
     FileSpec("export.py"),
+    FileSpec("launch/Dockerfile", Owner.TOOL, when=_with("kubernetes")),
+    FileSpec("launch/Dockerfile.dockerignore", Owner.TOOL, when=_with("kubernetes")),
+    FileSpec("launch/README.md", Owner.TOOL),
     FileSpec("launch/common.sh", Owner.TOOL),
+    FileSpec("launch/hosts.txt", Owner.ONCE, when=_with("ssh", "mpirun")),
+    FileSpec("launch/kubernetes-pytorchjob.yaml", Owner.TOOL, when=_with("kubernetes")),
+    FileSpec("launch/kubernetes-trainjob.yaml", Owner.TOOL, when=_with("kubernetes")),
+    FileSpec("launch/kubernetes.yaml", Owner.TOOL, when=_with("kubernetes")),
     FileSpec("launch/local.sh", Owner.TOOL, executable=True),
+    FileSpec("launch/mpirun.sh", Owner.TOOL, executable=True, when=_with("mpirun")),
     FileSpec("launch/node.sh", Owner.TOOL, executable=True),
+    FileSpec("launch/preflight.py", Owner.TOOL),
+    FileSpec("launch/site.env", Owner.ONCE),
+    FileSpec("launch/slurm.sbatch", Owner.TOOL, executable=True, when=_with("slurm")),
+    FileSpec("launch/ssh.sh", Owner.TOOL, executable=True, when=_with("ssh")),
+    FileSpec("launch/submit.sh", Owner.TOOL, executable=True, when=_with("slurm")),
+    FileSpec("launch/sweep.sh", Owner.TOOL, executable=True, when=_with("slurm")),
     FileSpec("launch/topology.env", Owner.TOOL),
     FileSpec("prepare.py", when=_text),
     FileSpec("pyproject.toml"),
+    FileSpec("runs.py"),
     FileSpec("scaffold.toml", Owner.ANSWERS),
     FileSpec("tests/test_training.py"),
     FileSpec("tests/tiny.py"),

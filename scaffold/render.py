@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tempfile
 from collections.abc import Container
 from dataclasses import dataclass
@@ -49,11 +50,17 @@ def toml_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def kubernetes_name(name: str) -> str:
+    """A project's name as an RFC 1123 label, short enough for what controllers append to it."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-")
+
+
 def context(answers: Answers) -> dict[str, Any]:
     """The variables that templates see under `cookiecutter`."""
     model = catalog.MODELS[answers.model]
     return {
         "project_slug": answers.name,
+        "kubernetes_name": kubernetes_name(answers.name),
         "package": answers.package,
         "model": answers.model,
         "task": model.task,
@@ -63,6 +70,7 @@ def context(answers: Answers) -> dict[str, Any]:
         "nodes": answers.nodes,
         "gpus_per_node": answers.gpus_per_node,
         "backend": answers.backend,
+        "launchers": " ".join(answers.launcher),
         "launchers_toml": "[" + ", ".join(map(toml_string, answers.launcher)) + "]",
         "precision": answers.precision,
         "global_batch_size": answers.global_batch_size,

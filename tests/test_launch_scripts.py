@@ -26,6 +26,7 @@ from scaffold.render import template_dir
 BASH = os.environ.get("SCAFFOLD_TEST_BASH", "bash")
 SOURCE = template_dir() / "{{cookiecutter.project_slug}}" / "launch"
 SCRIPTS = ("local.sh", "node.sh")
+FILES = ("common.sh", *SCRIPTS, "site.env", "topology.env")
 
 # Trains nothing, but keeps to the contract of train.py with the launch scripts.
 TRAIN = """
@@ -109,7 +110,7 @@ def render(launch: Path, **answers: object) -> None:
     """Writes the scripts of a project with these answers into the folder `launch`."""
     values = {"nodes": 1, "gpus_per_node": 2, "backend": "auto"} | answers
     launch.mkdir(parents=True)
-    for source in SOURCE.iterdir():
+    for source in (SOURCE / name for name in FILES):
         template = jinja2.Template(source.read_text("utf-8"), keep_trailing_newline=True)
         (launch / source.name).write_text(template.render(cookiecutter=values), "utf-8")
 
@@ -242,7 +243,7 @@ def fails(done: subprocess.CompletedProcess[str], *words: str) -> None:
 def test_scripts_pass_shellcheck_and_the_parser(tmp_path: Path) -> None:
     render(tmp_path / "launch")
     files = sorted((tmp_path / "launch").iterdir())
-    assert [file.name for file in files] == ["common.sh", "local.sh", "node.sh", "topology.env"]
+    assert [file.name for file in files] == sorted(FILES)
     for file in files:
         assert file.read_bytes().isascii()
         subprocess.run([BASH, "-n", file], check=True)
@@ -254,7 +255,7 @@ def test_scripts_pass_shellcheck_and_the_parser(tmp_path: Path) -> None:
 
 
 def test_only_the_topology_holds_placeholders() -> None:
-    for name in ("common.sh", *SCRIPTS):
+    for name in ("common.sh", *SCRIPTS, "site.env"):
         text = (SOURCE / name).read_text("utf-8")
         assert not any(marker in text for marker in ("{{", "{%", "{#")), name
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 import tomllib
 from argparse import SUPPRESS
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def load(argv: list[str], file: Path = PROJECT / "config.toml") -> Config:
     if not any(option.split("=")[0] == "--config" for option in argv):
         argv = ["--config", str(file), *argv]
     try:
-        values: Namespace = parser.instantiate_classes(parser.parse_args(argv))
+        values: Namespace = parser.instantiate(parser.parse_args(argv))
     except ArgumentError as error:
         raise UserError(" ".join(str(error).split())) from None
     config = Config(**{name: values[name] for name in sections})
@@ -154,3 +155,10 @@ def to_toml(config: Config) -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":  # what launch/submit.sh asks, before a job waits in a queue
+    try:
+        print(load(sys.argv[1:]).run_dir)
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -76,6 +76,7 @@ class Run:
                     logs.mkdir(parents=True, exist_ok=True)
                     if distributed.RANK == 0:
                         self.lock.acquire()
+                        (logs / "error.txt").unlink(missing_ok=True)  # of an earlier launch
                         probe.touch()
                     log_file = logs / f"rank_{distributed.RANK}.log"
                     to_file = logging.FileHandler(log_file, encoding="utf-8")
@@ -90,6 +91,9 @@ class Run:
         logging.raiseExceptions = False  # a full disk is told once, not with each line of the log
         if distributed.RANK == 0:
             probe.unlink(missing_ok=True)
+        distributed.error_file = logs / "error.txt"
+        if CONTROL and distributed.LOCAL_RANK == 0:
+            (CONTROL / "run").write_text(str(self.folder.resolve()), encoding="utf-8")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
