@@ -272,6 +272,15 @@ def _path_fits_data(data: str, path: str) -> str | None:
     return None
 
 
+def _backend_fits_launcher(launcher: tuple[str, ...], backend: str) -> str | None:
+    if backend != "mpi" or "mpirun" in launcher:
+        return None
+    return (
+        "--backend mpi works only between ranks that mpirun starts; add --launcher mpirun, or use "
+        "--backend auto."
+    )
+
+
 RULES: tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...] = (
     (("model", "data"), _data_fits_model),
     (("model", "strategy"), _strategy_fits_model),
@@ -279,6 +288,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[..., str | None]], ...] = (
     (("model", "gpus-per-node", "strategy"), _heads_fit_node),
     (("model", "global-batch-size"), _batch_fits_model),
     (("data", "data-path"), _path_fits_data),
+    (("launcher", "backend"), _backend_fits_launcher),
 )
 
 

@@ -177,6 +177,7 @@ if __name__ == "__main__":
     # All that a project imports, once. Nothing here may start a thread: threads do not survive a fork.
     import jsonargparse  # noqa: F401
     import safetensors.torch  # noqa: F401
+    import torch.distributed.elastic.multiprocessing.errors  # noqa: F401
     import tqdm  # noqa: F401
 
     with contextlib.suppress(ImportError):  # for images alone

@@ -78,6 +78,7 @@ def test_a_projects_own_scaffold_toml_makes_its_twin(tmp_path: Path) -> None:
         ("data-path = 3", "in quotes"),
         ('data-path = "none.csv"', "does not exist"),
         ('model = "mlp"\ndata = "text"', "cannot train"),
+        ('backend = "mpi"', "add --launcher mpirun"),
         ("model = ", "not valid TOML"),
         ("[train]\nlr = 1", "no answer"),
         ("a.toml\0", "not valid TOML"),

@@ -463,6 +463,29 @@ def test_an_exception_on_one_rank_ends_all_and_the_others_add_a_line(
     assert not (train.run / "lock").exists()
 
 
+def test_every_node_tells_the_traceback_of_the_rank_that_failed_first(train: Trainer) -> None:
+    """Through the run's folder, where the nodes share it: whichever launcher reads which node."""
+    control = train.folder / "control"
+    for rank in range(2):
+        (control / str(rank)).mkdir(parents=True)
+    a_node_each = f"os.environ['SCAFFOLD_CONTROL'] = '{control}/' + os.environ['RANK']\n"
+    before = a_node_each + bad_loss("raise ValueError('this is the cause')", rank=1, call=8)
+    assert train(2, before=before).codes == [1, 1]
+    told = [(control / str(rank) / "error").read_text() for rank in range(2)]
+    assert told[0] == told[1] == (train.run / "logs" / "error.txt").read_text()
+    assert told[0].startswith("Traceback (most recent call last):\n")
+    assert told[0].splitlines()[-1] == "error: rank 1 failed: ValueError: this is the cause"
+    assert (control / "0" / "run").read_text() == str(train.run)
+    (control / "0" / "error").unlink()
+    (control / "1" / "error").unlink()
+    assert train(2, before=a_node_each).ok  # the next launch forgets it
+    assert not (train.run / "logs" / "error.txt").exists()
+    before = a_node_each + bad_loss("os.kill(os.getpid(), 9)", rank=1, call=4)
+    train.run = train.folder / "killed"
+    assert train(2, before=before).codes == [1, -9]
+    assert "error: rank 0 lost the other ranks: " in (control / "0" / "error").read_text()
+
+
 def test_what_fails_before_the_ranks_have_met_is_not_blamed_on_another_rank(train: Trainer) -> None:
     result = train(2, env={"GLOO_SOCKET_IFNAME": "nosuch0"})
     assert result.codes == [1, 1], result
