@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# Trains under mpirun.
+set -euo pipefail
