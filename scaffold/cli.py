@@ -180,7 +180,7 @@ def new(
         total = sum(sizes.values())
         click.echo(f"\nDry run: {len(sizes)} files, {total:,} bytes; nothing was written.")
     else:
-        click.echo(f"\nNext\n{report.next_commands(_shown(target))}")
+        click.echo(f"\nNext\n{report.next_commands(_shown(target), chosen.launcher)}")
 
 
 def _shown(path: Path) -> str:

@@ -84,16 +84,16 @@ def plan(chosen: Answers) -> str:
     return "\n".join(lines)
 
 
-def next_commands(folder: str) -> str:
-    """The three commands that lead from here to a first trained model."""
-    return "\n".join(
-        f"  {command}"
-        for command in (
-            f"cd {shlex.quote(folder)}",
-            "python -m pip install -e '.[test]'",
-            "bash launch/local.sh",
-        )
-    )
+def next_commands(folder: str, launchers: Iterable[str] = ()) -> str:
+    """The commands that lead from here to a first trained model, and then to the clusters."""
+    commands = [
+        f"cd {shlex.quote(folder)}",
+        "python -m pip install -e '.[test]'",
+        "bash launch/local.sh",
+    ]
+    if clusters := [name for name in launchers if name != "torchrun"]:
+        commands.append(f"less launch/README.md    # {', '.join(clusters)}")
+    return "\n".join(f"  {command}" for command in commands)
 
 
 def options() -> dict[str, Any]:
