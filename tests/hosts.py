@@ -108,23 +108,23 @@ class Hosts:
 
     def processes(self, i: int) -> list[str]:
         """The command lines of what runs on host i, but its first process and this look at it."""
-        listed = self.run(i, ["ps", "-e", "-o", "pid=,ppid=,stat=,args="]).stdout.splitlines()
-        rows = [line.split(None, 3) for line in listed]
+        look = ["ps", "-ww", "-e", "-o", "pid=,ppid=,stat=,args="]
+        rows = [line.split(None, 3) for line in self.run(i, look).stdout.splitlines()]
         return [
             row[3]
             for row in rows
             if row[0] != "1"
             and not row[2].startswith("Z")
             and row[3] != "sleep 3600"
-            and not row[3].startswith("ps -e -o pid=")
+            and row[3] != " ".join(look)
         ]
 
     def kill(self, i: int) -> None:
         """The host is gone, with all that ran on it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids.get(i, self.holders[i].pid), signal.SIGKILL)
-        self.holders[i].kill()
-        self.holders[i].wait()
+        with self.holders[i] as holder:
+            holder.kill()
 
     def cut(self, i: int) -> None:
         """Pulls the cable of host i."""
@@ -133,6 +133,13 @@ class Hosts:
     def join(self, i: int) -> None:
         """Plugs the cable of host i in again."""
         self._ip(0, f"link set port{i} up")
+
+    def dead_end(self, i: int) -> str:
+        """Gives host i an interface that leads nowhere, as Docker does; returns its address."""
+        for words in ("link add docker0 type bridge", "addr add 172.17.0.1/16 dev docker0"):
+            self._ip(i, words)
+        self._ip(i, "link set docker0 up")
+        return "172.17.0.1"
 
     def names(self, i: int, text: str) -> None:
         """Gives host i another /etc/hosts."""
