@@ -22,9 +22,15 @@ def ask(question: Question, known: Values) -> Any:
         for number, (name, text) in enumerate(choices.items(), 1):
             click.echo(f"  {number}  {name:<{width}}  {text}")
 
+    def named(word: str) -> str:
+        chosen = word.isdigit() and 1 <= int(word) <= len(choices)
+        return list(choices)[int(word) - 1] if chosen else word
+
     def check(raw: str) -> Any:
-        if question.choices and raw.isdigit() and 1 <= int(raw) <= len(choices):
-            raw = list(choices)[int(raw) - 1]
+        if question.kind == "choices":
+            raw = ",".join(map(named, raw.replace(",", " ").split()))
+        elif question.choices:
+            raw = named(raw)
         try:
             value = question.parse(raw)
             if why := questions.problem({**known, question.key: value}):

@@ -166,7 +166,7 @@ QUESTIONS = (
     Question(
         "launcher",
         "Where will it run?",
-        "what the launch/ folder holds scripts for; repeatable",
+        "what the launch/ folder holds scripts for; one or more",
         "choices",
         lambda known: ("torchrun",),
         catalog.LAUNCHERS,

@@ -19,6 +19,7 @@ PROMPTS = [
     r"Nodes \(machines\) \[1\]: ",
     r"GPUs per node \[2\]: ",
     r"Strategy \[ddp\]: ",
+    r"Where will it run \[torchrun\]: ",
     r"Write demo/\? \[Y/n\]: ",
 ]
 
@@ -86,6 +87,11 @@ def test_only_questions_that_apply_are_asked_with_descriptions(
     child.expect(r"hsdp .*Strategy \[ddp\]: ")
     assert "fsdp-tp" not in child.after  # not for tables
     child.sendline("hsdp")
+    child.expect(r"2  slurm +a Slurm cluster.*Where will it run \[torchrun\]: ")
+    child.sendline("2, mpi")
+    child.expect("'mpi' is not offered")
+    child.expect("Where will it run")
+    child.sendline("2, ssh")
     child.expect(r"data-path +.*t\.csv")  # the whole, before anything is written
     child.expect("Write demo")
     assert not (tmp_path / "demo").exists()
@@ -94,6 +100,7 @@ def test_only_questions_that_apply_are_asked_with_descriptions(
     made = answers_in(tmp_path)
     assert (made["model"], made["data"], made["strategy"]) == ("mlp", "csv", "hsdp")
     assert (made["nodes"], made["gpus-per-node"]) == (2, 3)
+    assert made["launcher"] == ["torchrun", "slurm", "ssh"]
 
 
 def test_each_answer_is_checked_as_it_is_typed(terminal: Any) -> None:
@@ -127,6 +134,8 @@ def test_what_is_asked_next_is_checked_against_what_was_given(
     child.sendline("")
     child.expect(PROMPTS[5])
     child.sendline("")
+    child.expect(PROMPTS[6])
+    child.sendline("")
     assert finish(child) == 0
     assert answers_in(tmp_path)["nodes"] == 2
 
@@ -152,6 +161,8 @@ def test_no_at_the_end_writes_nothing(terminal: Any, tmp_path: Path) -> None:
     child.expect(PROMPTS[3])
     child.sendline("")
     child.expect(PROMPTS[5])
+    child.sendline("")
+    child.expect(PROMPTS[6])
     child.sendline("n")
     assert finish(child) == 130
     assert not list(tmp_path.iterdir())

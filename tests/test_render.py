@@ -16,7 +16,7 @@ from helpers import LAYOUT, PARTS, TEMPLATE, accepted, environment, label, parse
 from scaffold import catalog, manifest
 from scaffold.answers import Answers
 from scaffold.manifest import Owner
-from scaffold.render import render
+from scaffold.render import kubernetes_name, render
 
 COMBINATIONS = list(accepted())
 PART_FILES = sorted(p for p in PARTS.rglob("*") if p.suffix in (".py", ".toml", ".md"))
@@ -112,6 +112,7 @@ def test_every_part_is_offered_and_every_offer_has_its_parts() -> None:
     for name in catalog.STRATEGIES:
         wanted |= {f"parallel/{name}.py", f"config/parallel/{name}.toml"}
         wanted |= {f"readme/strategy/{name}.md"}
+    wanted |= {f"readme/launcher/{name}.md" for name in catalog.LAUNCHERS}
     assert {path.relative_to(PARTS).as_posix() for path in PART_FILES} == wanted
 
 
@@ -175,10 +176,12 @@ def test_the_manifest_lists_exactly_the_files_of_the_template() -> None:
 
 
 def test_owners_and_executable_bits() -> None:
-    tree = render(Answers("demo"))
+    tree = render(Answers("demo", launcher=tuple(catalog.LAUNCHERS)))
     for path, file in tree.items():
-        assert file.executable == (path in ("launch/local.sh", "launch/node.sh")), path
-        if path.startswith("launch/"):
+        assert file.executable == file.content.startswith(b"#!"), path
+        if path in ("launch/site.env", "launch/hosts.txt"):
+            assert file.owner is Owner.ONCE
+        elif path.startswith("launch/"):
             assert file.owner is Owner.TOOL
         elif path == "scaffold.toml":
             assert file.owner is Owner.ANSWERS
@@ -190,6 +193,36 @@ def test_files_appear_only_where_the_answers_want_them() -> None:
     assert "prepare.py" in render(Answers("demo", data="text"))
     assert "prepare.py" not in render(Answers("demo"))
     assert "prepare.py" not in render(Answers("demo", model="vit"))
+    plain = {*render(Answers("demo"))}
+    files = {
+        "slurm": "slurm.sbatch submit.sh sweep.sh",
+        "ssh": "ssh.sh hosts.txt",
+        "mpirun": "mpirun.sh hosts.txt",
+        "kubernetes": "kubernetes.yaml kubernetes-trainjob.yaml kubernetes-pytorchjob.yaml "
+        "Dockerfile Dockerfile.dockerignore",
+    }
+    for launcher, names in files.items():
+        tree = {*render(Answers("demo", launcher=("torchrun", launcher)))}
+        assert tree - plain == {f"launch/{name}" for name in names.split()}
+
+
+def test_a_change_of_topology_touches_launch_and_the_answers_alone() -> None:
+    before = render(Answers("demo", nodes=2))
+    for change in (
+        {"nodes": 3},
+        {"nodes": 2, "gpus_per_node": 8},
+        {"nodes": 2, "backend": "gloo"},
+        {"nodes": 2, "launcher": tuple(catalog.LAUNCHERS)},
+    ):
+        after = render(Answers("demo", **change))  # type: ignore[arg-type]
+        changed = {p for p in {*before, *after} if before.get(p) != after.get(p)}
+        assert {p for p in changed if not p.startswith("launch/")} == {"scaffold.toml"}, change
+        assert changed <= {p for p in changed if not p.endswith(".py")} | {"launch/preflight.py"}
+
+
+def test_a_kubernetes_name_is_a_label_whatever_the_project_is_called() -> None:
+    for name in ("demo", "My_Proj--1", "a" * 64, "A" + "_" * 50 + "b", "x" * 39 + "_9"):
+        assert re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", kubernetes_name(name)), name
 
 
 # The plain cookiecutter command
