@@ -112,15 +112,18 @@ show_output() { # I: host I's stdout, its name before each line
 show_errors() { # I: the same of its stderr, once its launch has begun; keeps the last words
   local line before='' last='' cause=''
   while IFS= read -r line || [ -n "$line" ]; do
+    line=${line%$'\r'} # ssh's own
     [ ! -e "$TEMP/go" ] || printf '[%s] %s\n' "${HOSTS[$1]#*@}" "$line"
     [ -n "$line" ] || continue
-    before=$last last=$line
+    [ -e "$TEMP/go" ] || before=$last
+    last=$line
     case $line in
       launch:* | error:*) cause=$line ;;
       *) [ -z "$cause" ] || cause=$cause$'\n'$line ;; # it may have two lines
     esac
   done 2>/dev/null
-  printf '%s\n' "$before${before:+ }$last" >"$TEMP/$1.last"
+  [ -e "$TEMP/go" ] || last="$before${before:+ }$last" # ssh may need two lines to say why
+  printf '%s\n' "$last" >"$TEMP/$1.last"
   printf '%s\n' "${cause:-$last}" >"$TEMP/$1.cause"
 }
 
@@ -305,10 +308,11 @@ done
 mine=$(code) seen_by=0 differ=''
 for ((i = COUNT - 1; i >= 0; i--)); do
   read -r sum port address <<<"${READY[i]}" || true
-  [ -n "${STATUS[i]}" ] || [ "$sum" = "${mine%% *}" ] || differ=1 say "${HOSTS[i]}: its code is not the code here"
-  [ "$i" = 0 ] || [ -n "${STATUS[i]}" ] || seen_by=$i
+  [ -z "${STATUS[i]}" ] || continue
+  [ "$sum" = "${mine%% *}" ] || differ="${HOSTS[i]} $differ"
+  [ "$i" = 0 ] || seen_by=$i
 done
-[ -z "$differ" ] || die "copy this folder to $REMOTE_DIR there again: all nodes must run the same code"
+[ -z "$differ" ] || die "the code in $REMOTE_DIR is another than here on: $differ- copy this folder there again"
 : "${MASTER_PORT:=$port}" # free on host 0
 if [ -z "${MASTER_ADDR:-}" ]; then
   read -r _ _ address <<<"${READY[seen_by]}"
