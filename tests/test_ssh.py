@@ -112,7 +112,7 @@ class Lab:
 
     def end(self, process: subprocess.Popen[str]) -> launches.Launch:
         try:
-            _, err = process.communicate(timeout=LIMIT)
+            out, err = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             os.killpg(leader(process), signal.SIGKILL)
             raise
