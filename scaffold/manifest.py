@@ -59,6 +59,8 @@ SPECS = (
     FileSpec("launch/mpirun.sh", Owner.TOOL, executable=True, when=_with("mpirun")),
     FileSpec("launch/node.sh", Owner.TOOL, executable=True),
     FileSpec("launch/preflight.py", Owner.TOOL),
+    FileSpec("launch/preflight_node.py", Owner.TOOL),
+    FileSpec("launch/preflight_rank.py", Owner.TOOL),
     FileSpec("launch/site.env", Owner.ONCE),
     FileSpec("launch/slurm.sbatch", Owner.TOOL, executable=True, when=_with("slurm")),
     FileSpec("launch/ssh.sh", Owner.TOOL, executable=True, when=_with("ssh")),
