@@ -208,7 +208,7 @@ def test_the_real_schemas_accept_every_manifest(answers: Answers) -> None:
     check(jobset(documents(answers, TRAINJOB)))  # what Trainer makes of it
 
 
-def at(document: Document, path: str) -> Any:
+def at(document: Any, path: str) -> Any:
     """What stands at a dotted path; a number is an index."""
     return functools.reduce(
         lambda node, key: node[int(key) if key.isdigit() else key], path.split("."), document
@@ -779,16 +779,27 @@ def test_a_name_that_never_appears_ends_the_pod_with_the_cause(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
-def test_kubeflow_s_pods_train_with_the_losses_of_one_rank(
-    kind: str, project: Path, expected: dict[int, float], cluster: Make
+def test_a_trainjob_s_pods_train_with_the_losses_of_one_rank(
+    project: Path, expected: dict[int, float], cluster: Make
 ) -> None:
-    if kind == "TrainJob":
-        made = trainjob_pods(objects_in((project / TRAINJOB).read_text()))
-    else:
-        made = pytorchjob_pods(objects_in((project / PYTORCHJOB).read_text()))
-    pods = cluster(made, kind.lower())
+    pods = cluster(trainjob_pods(objects_in((project / TRAINJOB).read_text())), "trainjob")
     assert pods.ends(pods.start(1), pods.start(0)) == [0, 0], pods
+    assert losses(pods.run) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_pytorchjob_s_ranks_are_not_its_pods(
+    expected: dict[int, float], project: Path, cluster: Make
+) -> None:
+    """Two pods of two ranks: the operator sets WORLD_SIZE=4 in both, and a RANK that is the pod's."""
+    answers = chosen(name="My_Net", model="mlp", backend="gloo", nodes=2, gpus_per_node=2)
+    pods = cluster(pytorchjob_pods(documents(answers, PYTORCHJOB)), "pytorchjob")
+    assert [(pod.env["RANK"], pod.env["WORLD_SIZE"]) for pod in pods.pods] == [
+        ("0", "4"),
+        ("1", "4"),
+    ]
+    assert pods.ends(pods.start(1), pods.start(0)) == [0, 0], pods
+    assert "run by 4 data-parallel rank(s)" in pods.log(0).read_text()
     assert losses(pods.run) == pytest.approx(expected, rel=1e-5)
 
 
