@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -327,11 +328,26 @@ def test_a_lock_that_says_nothing_of_a_live_process_is_taken_over_when_it_is_old
     lock = train.run / "lock"
     text = content.replace("HOST", socket.gethostname()).replace("PID", str(os.getpid()))
     lock.write_text(text)
-    result = train(1, "--train.steps=1")
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(0.2):
+            os.utime(lock)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        result = train(1, "--train.steps=1")
+    finally:
+        done.set()
+        heart.join()
     assert result.codes == [1]
     assert "another launch is writing" in result.outputs[0]
-    os.utime(lock, (time.time() - 100,) * 2)  # nobody has shown a sign of life
+    # It was seen not long ago, and then no more: watched until its time is up.
+    os.utime(lock, (time.time() - 57,) * 2)
+    start = time.monotonic()
     assert train(1, "--train.steps=1").ok
+    assert time.monotonic() - start > 3
     assert not lock.exists()
 
 
