@@ -157,7 +157,7 @@ def address_of(interface):
     return socket.inet_ntoa(reply[20:24])
 
 
-end = time.monotonic() + float(patience or 0)
+end, told = time.monotonic() + float(patience or 0), False
 while True:  # in Kubernetes the name of a pod appears when the pod does
     try:
         family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
@@ -165,6 +165,9 @@ while True:  # in Kubernetes the name of a pod appears when the pod does
     except OSError as error:
         if time.monotonic() >= end:
             fail(f"MASTER_ADDR={host} cannot be resolved here ({error.strerror}): give node 0's address")
+    if not told:
+        print(f"launch: waiting for the name {host} to appear", file=sys.stderr)
+        told = True
     time.sleep(1)
 if int(nodes) > 1 and is_loopback(host) and allow_loopback != "1":
     fail(f"MASTER_ADDR={host} is {address[0]} here, this machine itself: give the address of node 0"
@@ -256,13 +259,15 @@ on_signal() { # NAME
     die "ended by SIG$1 before training began"
   elif [ "$1" != QUIT ] && [ -z "$ASKED_AT" ]; then
     ASKED_AT=$SECONDS
-    : >"$SCAFFOLD_CONTROL/stop"
+    stop_ranks
     say "SIG$1: the ranks finish their step, save and end; a second signal ends them at once"
   elif [ "$1" = QUIT ] || [ $((SECONDS - ASKED_AT)) -ge 2 ]; then
     KILLED=1 # sooner it is the same signal, come by two ways: timeout(1) sends it twice
     kill_ranks
   fi
 }
+
+stop_ranks() { : >"$SCAFFOLD_CONTROL/stop"; }
 
 kill_ranks() {
   local worker
@@ -329,6 +334,8 @@ launch() { # TRAIN.PY OPTIONS...; torchrun's options are in RENDEZVOUS. Ends the
   elif [ -e "$SCAFFOLD_CONTROL/preempted" ]; then
     say "stopped after saving a checkpoint, exit status ${PREEMPTED_STATUS:=75}"
     exit "$PREEMPTED_STATUS"
+  elif [ "$status" -ne 0 ] && [ "$NNODES" != 1 ] && [ ! -e "$SCAFFOLD_CONTROL/run" ]; then
+    die "failed before the ranks had met: have all $NNODES nodes started, with numbers of their own? A rank may have said more above"
   elif [ "$status" -ne 0 ]; then
     die "failed: the report above names the rank (exitcode -9 is often memory run out)"
   fi

@@ -53,7 +53,8 @@ case $NNODES in
     # Static rendezvous numbers the nodes as told.
     # shellcheck disable=SC2034 # common.sh uses it
     RENDEZVOUS=(--nnodes="$NNODES" --node-rank="$NODE_RANK" --rdzv-id="${RDZV_ID:-none}"
-      --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
+      --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"
+      --rdzv-conf="timeout=$((NODE_WAIT + 30))") # how long node 0 waits for the others
     ;;
 esac
 launch "$@"
