@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers import accepted
+from scaffold import catalog
 from scaffold.answers import Answers
 from scaffold.render import render
 
@@ -64,3 +65,15 @@ def test_its_commands_run_as_printed(make_project: Callable[..., Path]) -> None:
         )
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     assert (project / "runs/default/export/model.safetensors").is_file()
+
+
+def test_the_readme_of_launch_names_the_files_that_are_there_and_no_others() -> None:
+    for launcher in catalog.LAUNCHERS:
+        tree = render(Answers("demo", launcher=("torchrun", launcher), nodes=3))
+        text = tree["launch/README.md"].content.decode()
+        there = {path.removeprefix("launch/") for path in tree if path.startswith("launch/")}
+        named = {*re.findall(r"\b([\w-]+\.(?:sh|sbatch|py|yaml|env|txt)|Dockerfile)\b", text)}
+        elsewhere = {"train.py", "runs.py", "sweep.txt", "prepare.py"}
+        assert {name for name in named - there - elsewhere if "NAME" not in name} == set(), launcher
+        unnamed = {"README.md", "Dockerfile.dockerignore", "preflight_node.py", "preflight_rank.py"}
+        assert there - named <= unnamed, launcher

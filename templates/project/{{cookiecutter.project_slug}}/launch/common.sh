@@ -387,6 +387,10 @@ case $NNODES in
 esac
 whole_number GPUS_PER_NODE "$GPUS_PER_NODE" 1
 [ -z "${NPROC_PER_NODE:-}" ] || whole_number NPROC_PER_NODE "$NPROC_PER_NODE" 1
+if [ -n "$MASTER_PORT" ]; then
+  whole_number MASTER_PORT "$MASTER_PORT" 1
+  [ "$MASTER_PORT" -le 65535 ] || die "MASTER_PORT must be at most 65535; it is $MASTER_PORT"
+fi
 case $BACKEND in
   auto | nccl | gloo | mpi) ;;
   *) die "BACKEND must be auto, nccl, gloo or mpi; it is '$BACKEND'" ;;

@@ -28,11 +28,9 @@ case $NNODES in *:*) : "${MAX_RESTARTS:=3}" ;; esac
 most=${NNODES#*:}
 [ -n "${NODE_RANK:-}" ] || die "NODE_RANK is not set: give this node's number, 0 to $((most - 1))"
 whole_number NODE_RANK "$NODE_RANK" 0
-whole_number MASTER_PORT "$MASTER_PORT" 1
 whole_number NODE_WAIT "$NODE_WAIT" 0
 [ "$NODE_RANK" -lt "$most" ] ||
   die "NODE_RANK=$NODE_RANK, but with NNODES=$NNODES nodes are numbered 0 to $((most - 1))"
-[ "$MASTER_PORT" -le 65535 ] || die "MASTER_PORT must be at most 65535; it is $MASTER_PORT"
 
 choose_ranks
 case ${PREFLIGHT:-0} in 0 | '') ;; *) launch "$@" ;; esac # it looks for itself, and tells more
