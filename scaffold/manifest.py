@@ -69,7 +69,7 @@ SPECS = (
     FileSpec("launch/topology.env", Owner.TOOL),
     FileSpec("prepare.py", when=_text),
     FileSpec("pyproject.toml"),
-    FileSpec("runs.py"),
+    FileSpec("runs.py", executable=True),
     FileSpec("scaffold.toml", Owner.ANSWERS),
     FileSpec("tests/test_training.py"),
     FileSpec("tests/tiny.py"),
