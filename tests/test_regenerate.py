@@ -404,6 +404,33 @@ def test_the_launcher_that_is_always_there_stays(make_project: Make) -> None:
     assert "'slrm' is not offered" in regenerate(project, "--no-launcher", "slrm", code=2).err
 
 
+def test_a_launcher_comes_and_goes_and_what_its_owner_wrote_stays(make_project: Make) -> None:
+    project = make_project()
+    site, hosts = project / "launch" / "site.env", project / "launch" / "hosts.txt"
+    edit(site, "# module load cuda/12.8", "module load cuda/13.0")
+    mine, before = site.read_bytes(), project_files(project)
+    regenerate(project, "--launcher", "slurm", "--launcher", "ssh")
+    after = project_files(project)
+    new = {f"launch/{n}" for n in "slurm.sbatch submit.sh sweep.sh ssh.sh hosts.txt".split()}
+    assert {*after} - {*before} == new | {f".scaffold/base/{path}.base" for path in new}
+    assert {
+        p for p in touched(before, after) if p.split("/")[0] not in ("launch", ".scaffold")
+    } == {"scaffold.toml"}
+    assert os.access(project / "launch" / "submit.sh", os.X_OK)
+    assert "## Slurm" in (project / "launch" / "README.md").read_text()
+    hosts.write_text("gpu1\ngpu2\n")
+    regenerate(project, "--launcher", "mpirun", "--nodes", "3")  # hosts.txt is of both
+    out = regenerate(project, "--no-launcher", "slurm", "--no-launcher", "ssh").out
+    assert not (project / "launch" / "ssh.sh").exists()
+    assert not (project / "launch" / "slurm.sbatch").exists()
+    assert hosts.read_text() == "gpu1\ngpu2\n"
+    out = regenerate(project, "--no-launcher", "mpirun").out
+    assert hosts.read_text() == "gpu1\ngpu2\n", out
+    assert "hosts.txt" in out
+    assert site.read_bytes() == mine
+    assert not list(project.rglob("*.scaffold-new"))
+
+
 def test_a_file_of_the_persons_own_is_in_the_way_only_while_the_answer_wants_its_name(
     make_project: Make,
 ) -> None:
