@@ -10,14 +10,17 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 FOLDER = REPO / "generated_examples"
 
-# Answers that show the range: each model, data set and strategy once or more.
+# Answers that show the range: each model, data set, strategy and launcher once or more.
 EXAMPLES = {
     "synthetic-gpt": "",  # what `scaffold new NAME --yes` writes
     "images-resnet-ddp": "--model resnet --data image-folder --gpus-per-node 4",
-    "images-vit-hsdp": "--model vit --data image-folder --strategy hsdp --nodes 2 --gpus-per-node 8",
+    "images-vit-hsdp": "--model vit --data image-folder --strategy hsdp --nodes 2 --gpus-per-node 8 "
+    "--launcher kubernetes",
     "table-mlp": "--model mlp --data csv --precision fp32 --gpus-per-node 1",
-    "text-gpt-fsdp": "--model gpt --data text --strategy fsdp --nodes 4 --gpus-per-node 8",
-    "text-gpt-fsdp-tp": "--model gpt --data text --strategy fsdp-tp --nodes 2 --gpus-per-node 4",
+    "text-gpt-fsdp": "--model gpt --data text --strategy fsdp --nodes 4 --gpus-per-node 8 "
+    "--launcher slurm",
+    "text-gpt-fsdp-tp": "--model gpt --data text --strategy fsdp-tp --nodes 2 --gpus-per-node 4 "
+    "--launcher ssh --launcher mpirun",
 }
 
 

@@ -39,12 +39,14 @@ def test_an_example_is_what_scaffold_generates_today(name: str, fresh: Path) -> 
         assert modes[0] == modes[1], path
 
 
-def test_the_examples_show_every_model_data_set_and_strategy() -> None:
-    shown = " ".join(["--model gpt --data synthetic --strategy ddp", *EXAMPLES.values()])
+def test_the_examples_show_every_model_data_set_strategy_and_launcher() -> None:
+    default = "--model gpt --data synthetic --strategy ddp --launcher torchrun"
+    shown = " ".join([default, *EXAMPLES.values()])
     for flag, offer in (
         ("--model", catalog.MODELS),
         ("--data", catalog.DATA),
         ("--strategy", catalog.STRATEGIES),
+        ("--launcher", catalog.LAUNCHERS),
     ):
         for choice in offer:
             assert f"{flag} {choice}" in shown, choice
