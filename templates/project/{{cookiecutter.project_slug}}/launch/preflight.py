@@ -22,7 +22,7 @@ from typing import Any
 
 from preflight_node import (
     END,
-    INTERFACE,
+    HOST,
     LEAST,
     LOOK_BY,
     MEASURE_BY,
@@ -141,7 +141,7 @@ class Survey:
         self.compare()
         self.clocks()
         self.network()
-        if all("run_dir" in facts for facts in self.facts.values()):
+        if all("run_dir" in self.facts.get(node, {}) for node in {0, *self.channels}):
             self.storage()
         if self.ok and len(self.channels) == NODES:
             self.measure()
@@ -159,9 +159,8 @@ class Survey:
             problem = facts.get(f"{name}_problem", "")
             add(name, problem and ("warn" if later else True), problem or "fine")
         problem = self.hellos[node]["interface"]
-        fact = f"NETWORK_INTERFACE={problem or INTERFACE}"
         there = " ".join(f"{name}={has}" for name, has in facts["interfaces"].items())
-        add("interface", bool(problem), fact, f"choose of {there}")
+        add("interface", bool(problem), problem or "as asked for", f"choose one of {there}")
 
         n, gpus, gpu = len(ranks), ranks[0]["gpus"], ranks[0]["device"] != "cpu"
         fact = f"{n} rank(s), {gpus} GPU(s), backend {facts['backend']}"
@@ -199,15 +198,17 @@ class Survey:
         add("limits", low, f"{files} open files, {needed:.0f} needed at least", "ulimit -n 65536")
         # nccl's buffers between the ranks of a node, and three batches of each loader.
         needed = n * (6e7 * (gpu and n > 1) + workers * 3 * facts.get("batch_bytes", 0))
-        low = facts["shm"] < needed or (workers > 0 and facts["shm"] < 1e9 and "warn")
-        fact = f"{size(facts['shm'])} free, {size(needed)} needed at least"
-        add("/dev/shm", low, fact, "docker run --shm-size=8g, or --data.workers 0")
+        if (shm := facts["shm"]) is not None:
+            low = shm < needed or (workers > 0 and shm < 1e9 and "warn")
+            fact = f"{size(shm)} free, {size(needed)} needed at least"
+            add("/dev/shm", low, fact, "docker run --shm-size=8g, or --data.workers 0")
 
     def compare(self) -> None:
         """What must be the same on all nodes."""
         facts = {node: f for node, f in self.facts.items() if "code" in f}
         for name in ("python", "torch", "nccl", "backend"):
-            self.same(name, {n: f[name] for n, f in facts.items()}, True, "have one for all nodes")
+            bad = "warn" if name == "python" else True
+            self.same(name, {n: f[name] for n, f in facts.items()}, bad, "have one for all nodes")
         ranks = {n: f"{len(f['ranks'])} rank(s)" for n, f in facts.items()}
         self.same("ranks", ranks, True, "start as many on each node")
         gpus = {n: f"{f['ranks'][0]['gpus']} GPU(s)" for n, f in facts.items()}
@@ -255,6 +256,7 @@ class Survey:
         if "probe" not in found.get(0, {}):
             return
         seen = self.ask("look", now() + 5, name=found[0]["probe"])
+        self.ask("forget", now() + 5)
         blind = ", ".join(self.name(node) for node, sees in seen.items() if not sees)
         bad = bool(blind) and (facts["sharded"] or "warn")
         remedy = "put it on a shared disk" + ("" if bad is True else ", or look for logs on each")
@@ -342,6 +344,9 @@ def lead(survey: Survey, node: Node, server: socket.socket) -> None:
     threading.Thread(target=serve, args=(theirs, node.handlers), daemon=True).start()
     try:
         survey.meet(server, ours, node.hello)
+        if node.elsewhere:
+            what = f"MASTER_ADDR={HOST} is {node.elsewhere}"
+            survey.add(0, "name", "warn", what, "does another node have NODE_RANK=0?")
         survey.run()
     finally:
         for channel in survey.channels.values():
@@ -381,7 +386,6 @@ def main(options: list[str]) -> int:
     except OSError as error:
         survey.add(me, "network", True, f"lost node 0 ({error})", "see what it printed")
     finally:
-        alarm.cancel()
         if node:
             node.end()
     if NODE == 0 or survey.checks:

@@ -53,6 +53,13 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self.rest = connection, b""
+        # Between machines: one that is cut off shows within 15 s, although nothing is sent.
+        if connection.family != socket.AF_UNIX and sys.platform == "linux":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 12_000)  # ms
 
     def send(self, message: Facts) -> None:
         self.socket.settimeout(5)
@@ -163,12 +170,12 @@ def join(address: str, hello: Facts, source: str) -> Channel:
         except OSError as error:
             why = reason(error, address, PORT)
         if source:  # does it work without the interface that was asked for?
-            hello["interface"] = f"{INTERFACE} ({source}) does not lead to node 0 ({why})"
+            hello["interface"] = f"{INTERFACE} ({source}) does not lead to node 0: {why}"
             source = ""
             continue
         if now() > MEET_BY:
             raise Problem("network", f"{what}: {why}", "is it started, and is this its address?")
-        if why != told:
+        if why != told and now() - START > 3:
             print(f"preflight: waiting for {what}: {why}", file=sys.stderr)
             told = why
         time.sleep(0.5)
@@ -197,6 +204,17 @@ def interfaces() -> dict[str, str]:
     return found
 
 
+def absent_interface(present: list[str]) -> str:
+    """The variable that asks for an interface which this machine does not have, or ""."""
+    for variable in ("NETWORK_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = get(variable) or ""
+        prefix = variable.startswith("NCCL") and not value.startswith("=")  # eth stands for eth0
+        for name in value.removeprefix("=").split(",") if not value.startswith("^") else []:
+            if name not in ("", *(here[: len(name)] if prefix else here for here in present)):
+                return f"{variable}={name} is not on this machine"
+    return ""
+
+
 def own_address(family: int, toward: str) -> str:
     """The address that this machine sends from; nothing is sent."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -210,7 +228,8 @@ def own_address(family: int, toward: str) -> str:
 def memory() -> int:
     """The bytes of memory that processes here may use: the machine's, or their cgroup's limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    cgroups = Path("/proc/self/cgroup")  # Linux has it
+    for line in cgroups.read_text().splitlines() if cgroups.exists() else []:
         _, kind, path = line.split(":", 2)
         if kind in ("", "memory"):  # version 2, version 1
             here = Path(f"/sys/fs/cgroup/{kind}{path}")
@@ -219,6 +238,13 @@ def memory() -> int:
                     name = "memory.limit_in_bytes" if kind else "memory.max"
                     limits.append(int((folder / name).read_text()))
     return min(limits)
+
+
+def cores() -> int:
+    """The cores that processes here may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS
 
 
 def git(*words: str) -> str:
@@ -255,7 +281,7 @@ class Rank:
             waited = f"no answer after {until - START:.0f} s, it waits for another or is very slow"
             return {"error": waited, "peer": True}
         except OSError:
-            status = self.process.wait()
+            status = self.process.wait(5)
             self.output.seek(0)
             last = (self.output.read().decode(errors="replace").strip().splitlines() or [""])[-1]
             return {"error": f"{last[:300] or 'nothing said'} (status {status}; -9: memory?)"}
@@ -272,9 +298,8 @@ class Node:
 
     def __init__(self, family: int, address: str) -> None:
         self.interfaces, own = interfaces(), own_address(family, address)
-        names = INTERFACE.split(",") if INTERFACE else []
-        unknown = [name for name in names if name not in self.interfaces]
-        self.source = self.interfaces.get(names[0], "") if names else ""
+        self.elsewhere = "" if own == address else f"{address}, and this machine is {own}"
+        self.source = self.interfaces.get(INTERFACE.split(",")[0], "")
         self.listener = listen(family, 0)  # all it is for is that others can connect to it
         self.hello: Facts = {
             "node": NODE,
@@ -282,17 +307,18 @@ class Node:
             "host": socket.gethostname(),
             "address": self.source or own,
             "port": self.listener.getsockname()[1],
-            "interface": f"{unknown[0]} is not on this machine" if unknown else "",
+            "interface": absent_interface(list(self.interfaces)),
         }
         self.ranks: list[Rank] = []
-        self.run_dir = PROJECT
-        self.made: list[Path] = []  # files and folders to be removed
+        self.run_dir, self.probe = PROJECT, PROJECT / ".preflight"
+        self.made: list[Path] = []  # folders, to be removed
         self.handlers: dict[str, Callable[..., Any]] = {
             "facts": self.facts,
             "clock": time.time,
             "reach": self.reach,
             "folder": self.folder,
             "look": lambda name: (self.run_dir / name).exists(),
+            "forget": self.forget,
             "measure": lambda seconds: self.ask_ranks("measure", seconds),
         }
 
@@ -316,19 +342,20 @@ class Node:
 
     def facts(self, seconds: float) -> Facts:
         """This machine and its ranks; what the first of them says about the project is the node's."""
+        changed = "+" * bool(git("status", "--porcelain", "--untracked-files=no", "."))
+        commit = git("rev-parse", "--short=10", "HEAD") + changed
+        shm = os.statvfs("/dev/shm") if os.path.exists("/dev/shm") else None
         ranks = self.ask_ranks("facts", seconds)
         project = ranks[0].pop("project", {})
         self.run_dir = Path(project.get("run_dir", PROJECT))
-        changed = "+" * bool(git("status", "--porcelain", "--untracked-files=no", "."))
-        shm = os.statvfs("/dev/shm")
         return {
             "python": platform.python_version(),
             "executable": sys.executable,
             "backend": get("BACKEND") or "auto",
-            "commit": git("rev-parse", "--short=10", "HEAD") + changed,
-            "cores": len(os.sched_getaffinity(0)),
+            "commit": commit,
+            "cores": cores(),
             "memory": memory(),
-            "shm": shm.f_bavail * shm.f_frsize,
+            "shm": shm and shm.f_bavail * shm.f_frsize,
             "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "space": resource.getrlimit(resource.RLIMIT_AS)[0],
             "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
@@ -349,6 +376,7 @@ class Node:
                 return reason(error, *target)
             return ""
 
+        targets.pop(str(NODE))
         with ThreadPoolExecutor(64) as pool:
             reasons = zip(targets, pool.map(attempt, targets.values()), strict=True)
         return {node: why for node, why in reasons if why}
@@ -356,22 +384,27 @@ class Node:
     def folder(self, nonce: str) -> Facts:
         """Makes the run's folder, as training would, and a file in it for the others to see."""
         folder = self.run_dir
-        probe = folder / f".preflight-{nonce}-{NODE}"
+        self.probe = folder / f".preflight-{nonce}-{NODE}"
         try:
-            self.made = [probe, *(p for p in (folder, *folder.parents) if not p.exists())]
+            self.made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(bytes(4096))
+            self.probe.write_bytes(bytes(4096))
             disk = os.statvfs(folder)
         except OSError as error:
             return {"problem": f"{error.filename or folder}: {error.strerror}"}
         saved = len(list(folder.glob("checkpoints/step_*[0-9]")))
-        return {"probe": probe.name, "free": disk.f_bavail * disk.f_frsize, "saved": saved}
+        return {"probe": self.probe.name, "free": disk.f_bavail * disk.f_frsize, "saved": saved}
+
+    def forget(self) -> None:
+        with contextlib.suppress(OSError):
+            self.probe.unlink()
 
     def end(self) -> None:
         """Leaves nothing behind."""
         for rank in self.ranks:
             rank.end()
-        for path in self.made:
-            with contextlib.suppress(OSError):  # a folder with something in it stays
-                path.rmdir() if path.is_dir() else path.unlink()
+        self.forget()
+        with contextlib.suppress(OSError):  # a folder with something in it stays
+            for folder in self.made:
+                folder.rmdir()
         self.listener.close()

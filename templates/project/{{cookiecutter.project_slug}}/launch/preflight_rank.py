@@ -42,7 +42,7 @@ def facts() -> Facts:
 
 def project() -> Facts:
     """What must be the same on all nodes, and how much the run needs."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
     found: Facts = {"torch": str(torch.__version__), "nccl": nccl, "code": code_hash()}
     try:
         config = load(sys.argv[2:])
@@ -100,16 +100,17 @@ def measurements(device: torch.device) -> Facts:
     sums.zero_()  # so that it does not grow
 
     square = torch.ones(side, side, device=device)
-    seconds = best(lambda: [torch.mm(square, square) for _ in range(8)])
+    timed = partial(best, device)
+    seconds = timed(lambda: [torch.mm(square, square) for _ in range(8)])
     links: list[Facts] = []
     if world > 1:
-        took = best(lambda: dist.all_reduce(sums))
+        took = timed(lambda: dist.all_reduce(sums))
         sent = sums.nbytes * 2 * (world - 1) / world  # by each rank, around a ring
         links.append({"kind": "all-reduce", "between": "all ranks", "gb_per_s": sent / took / 1e9})
     part, other = sums[: length // 4], numbers[: length // 4]
     for a, b in pairs():  # the first ranks of two nodes
         if rank in (a * RANKS, b * RANKS):
-            took = best(partial(exchange, part, other, (a + b - NODE) * RANKS))
+            took = timed(partial(exchange, part, other, (a + b - NODE) * RANKS))
             speed = part.nbytes / took / 1e9
             links.append({"kind": "exchange", "between": f"nodes {a}, {b}", "gb_per_s": speed})
     # Each link is told once, by its first rank.
@@ -124,13 +125,13 @@ def exchange(mine: torch.Tensor, theirs: torch.Tensor, peer: int) -> None:
         work.wait()
 
 
-def best(task: Callable[[], object]) -> float:
+def best(device: torch.device, task: Callable[[], object]) -> float:
     """Seconds that the fastest of five takes: what else runs on a machine comes and goes."""
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
         task()
-        if torch.accelerator.is_available():
+        if device.type != "cpu":
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - began)
     return min(seconds)
