@@ -54,6 +54,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue={requeue}
 KillWait=5
+UnkillableStepTimeout=15
 MinJobAge=600
 SlurmctldTimeout=30
 SlurmdTimeout=10
@@ -116,6 +117,10 @@ class Slurm:
 
         def free() -> bool:
             states = self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%t").stdout.split()
+            for node in range(1, self.nodes + 1):
+                if "drain" in states[node - 1 : node]:  # a process there did not end in time
+                    name = f"NodeName={self.hosts.name(node)}"
+                    self.run("scontrol", "update", name, "State=RESUME")
             return len(states) == self.nodes and set(states) == {"idle"}
 
         assert launches.eventually(free, 60), self.run("sinfo").stdout + self._logs()

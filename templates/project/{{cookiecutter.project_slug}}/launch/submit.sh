@@ -49,11 +49,6 @@ from pathlib import Path
 module, folder, sweep, *common = sys.argv[1:]
 folder, project = Path(folder), Path.cwd()
 folder.mkdir()
-sys.path.insert(0, "")
-try:
-    config = importlib.import_module(module)
-except ImportError as error:
-    sys.exit(f"launch: {sys.executable} lacks what the project needs ({error}): pip install -e {project}")
 
 
 def fail(message):
@@ -95,6 +90,11 @@ if sweep:
     if not lines:
         fail(f"{sweep} has no line with options of a run")
 
+sys.path.insert(0, "")
+try:
+    config = importlib.import_module(module)
+except ImportError as error:
+    fail(f"{sys.executable} lacks what the project needs ({error}): pip install -e {project}")
 known = {}
 for task, (where, options) in enumerate(lines, 1):
     options = [*common, *options]
@@ -128,8 +128,7 @@ who_has() { # RUN: the job that has or awaits it, or the process; nothing where 
   done
   # A lock that nobody has touched for a minute is of a launch that died.
   if [ -n "$(find "$1/lock" -mmin -1 2>/dev/null)" ]; then
-    job=$(sed -n 's/.*"launch": "\([^"]*\)".*/\1/p' "$1/lock")
-    echo "${job:+job $job, }process $(sed -n 's/.*"pid": \([0-9]*\).*/\1/p' "$1/lock") on $(sed -n 's/.*"host": "\([^"]*\)".*/\1/p' "$1/lock")"
+    sed -n 's/.*"host": "\([^"]*\)", "pid": \([0-9]*\).*/process \2 on \1/p' "$1/lock"
   fi
 }
 
@@ -228,10 +227,12 @@ if ! job=$(submit "$copy/launch/slurm.sbatch" ${arguments[@]+"${arguments[@]}"})
   exit 1
 fi
 job=${job%%;*}
-for i in "${!runs[@]}"; do # where the next submit looks for who has the run
-  mkdir -p -- "${runs[i]}/code"
-  printf '%s\n' "$job${sweep:+_$((i + 1))}" >"${runs[i]}/code/${copy##*/}.job"
-done
+if [ "${PREFLIGHT:-0}" = 0 ]; then
+  for i in "${!runs[@]}"; do # where the next submit looks for who has the run
+    mkdir -p -- "${runs[i]}/code"
+    printf '%s\n' "$job${sweep:+_$((i + 1))}" >"${runs[i]}/code/${copy##*/}.job"
+  done
+fi
 output=${output//%j/$job} output=${output//%A/$job}
 printf 'job %s\nlog %s\n' "$job" "$output"
 printf 'run %s\n' "${runs[@]}"
