@@ -85,7 +85,7 @@ def test_a_run_that_slurm_holds_is_queued(runs: Path, tmp_path: Path) -> None:
     job.write_text("71\n")
     (tmp_path / "bin").mkdir()
     squeue = tmp_path / "bin" / "squeue"
-    squeue.write_text("#!/bin/sh\ncase $* in *--jobs=71*) echo PENDING;; *) exit 1;; esac\n")
+    squeue.write_text("#!/bin/sh\ncase $* in *--jobs=71*) echo 71;; *) exit 1;; esac\n")
     squeue.chmod(0o755)
     env = os.environ | {"PATH": f"{squeue.parent}:{os.environ['PATH']}"}
     assert listed(tmp_path / "waiting", env=env)["waiting"]["state"] == "queued"

@@ -252,6 +252,14 @@ def test_jobs_of_a_wrong_shape_end_at_once_with_one_line(
     assert too_many == "launch: NPROC_PER_NODE=3, but the job has 2 GPU(s) on each node"
     assert "NETWORK_INTERFACE=ib7 has no address" in last_line(script, NETWORK_INTERFACE="ib7")
     assert "no launch/site.mars.env" in last_line(script, "--site", "mars")
+    done = cluster.run("sbatch", "--gpus-per-node=3", script, env=environment())
+    assert "Requested node configuration is not available" in done.stderr
+    # Through standard input Slurm knows no path of the script: the folder is where it is.
+    with script.open() as text:
+        env = environment(SITE="mars")
+        done = cluster.run("sbatch", "--parsable", stdin=text, cwd=project, env=env)
+    assert cluster.await_end(done.stdout.strip())["ExitCode"] == "1:0"
+    assert f"site.mars.env in {project}" in cluster.log(done.stdout.strip())
     stray = tmp_path / "stray.sbatch"
     shutil.copy(script, stray)
     assert "set PROJECT_DIR" in last_line(stray)
@@ -298,7 +306,7 @@ def test_a_sweep_runs_what_was_submitted_whatever_is_edited_since(
     # For GPUs by name only, so the ranks are on CPUs; both runs share the first node.
     argv = "--site moon --hold --nodes=1 --nodelist=node1 --cpus-per-task=1 -- --config mine.toml".split()
     shutil.move(copy / "config.toml", copy / "mine.toml")
-    env = environment(BACKEND="auto", SLOW="0.4")
+    env = environment(BACKEND="auto", SLOW="0.25")
     sweep = copy / "launch" / "sweep.sh"
     done = cluster.run("bash", sweep, file, *argv, *OPTIONS, env=env)
     assert done.returncode == 0, done.stderr
@@ -310,6 +318,9 @@ def test_a_sweep_runs_what_was_submitted_whatever_is_edited_since(
     again = cluster.run("bash", sweep, file, "--", "--config", "mine.toml", env=env)
     assert again.returncode == 1
     assert f"try this-1 is taken by job {array}_1 (PENDING)" in again.stderr
+
+    listed = cluster.run(sys.executable, copy / "runs.py").stdout
+    assert len(re.findall("^(?:try this-1|the other .*) +queued ", listed, re.MULTILINE)) == 2
 
     for edited in (
         "train.py",
@@ -369,6 +380,16 @@ def test_mistakes_are_told_before_a_job_waits_in_the_queue(
     assert not (project / "runs" / "a").exists()
 
 
+def test_the_preflight_looks_at_every_node_of_a_job(cluster: Slurm, project: Path) -> None:
+    script = project / "launch" / "submit.sh"
+    done = cluster.run("bash", script, "--preflight", "--", "--run.name=flight", env=environment())
+    job = done.stdout.split()[1]
+    ended = cluster.await_end(job)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), cluster.log(job)
+    assert re.search(r"^1 +node2 +10.77.0.2", cluster.log(job), re.MULTILINE)
+    assert "preflight: all is well" in cluster.log(job)
+
+
 def test_submit_shows_what_slurm_would_say_and_changes_nothing(
     cluster: Slurm, project: Path
 ) -> None:
@@ -389,9 +410,7 @@ def test_submit_shows_what_slurm_would_say_and_changes_nothing(
     assert code == 0
     assert "--gres=gpu:2" in text
     assert "in partition low" in text
-    code, text = shown("-c1", **(gpus | {"GPUS_PER_NODE": "3"}))
-    assert code == 1
-    assert "Requested node configuration is not available" in text
     code, text = shown("--nodes=3")
     assert code == 1
+    assert "Requested node configuration is not available" in text
     assert sorted(project.rglob("*")) == before

@@ -6,6 +6,7 @@ Needs no torch and no environment: any Python from 3.6 on, as login nodes have i
 
 import argparse
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -19,7 +20,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON list, with numbers")
     options = parser.parse_args()
     folders = options.folders or [Path(__file__).resolve().parent / "runs"]
-    runs = [describe(folder) for folder in find(folders)]
+    found = find(folders)
+    held = held_by_slurm([job for folder in found for job in jobs(folder)])
+    runs = [describe(folder, held) for folder in found]
     if options.json:
         print(json.dumps(runs, indent=2))
     elif not runs:
@@ -58,7 +61,7 @@ def last_sign(folder: Path) -> float:
     return max(times or [0.0])
 
 
-def describe(folder: Path) -> dict:
+def describe(folder: Path, held: set) -> dict:
     """What is known of a run; what is missing, broken or half-written is None."""
     checkpoint, config = newest_checkpoint(folder), resolved_config(folder)
     train = {**config.get("train", {}), **checkpoint.get("config", {}).get("train", {})}
@@ -71,7 +74,7 @@ def describe(folder: Path) -> dict:
     return {
         "run": folder.name,
         "folder": str(folder),
-        "state": state(folder, last["step"], train.get("steps")),
+        "state": state(folder, last["step"], train.get("steps"), held),
         "step": last["step"],
         "steps": train.get("steps"),
         "checkpoint": checkpoint.get("step"),
@@ -86,7 +89,7 @@ def describe(folder: Path) -> dict:
     }
 
 
-def state(folder: Path, step: int, steps: object) -> str:
+def state(folder: Path, step: int, steps: object, held: set) -> str:
     """running, queued, finished, failed, killed (nothing tidied up) or stopped."""
     try:
         beat = (folder / "lock").stat().st_mtime  # touched every 10 s
@@ -94,7 +97,7 @@ def state(folder: Path, step: int, steps: object) -> str:
         beat = 0.0
     if time.time() - beat < 60:
         return "running"
-    if any(queued(job) for job in jobs(folder)):
+    if held.intersection(jobs(folder)):
         return "queued"
     if isinstance(steps, int) and step >= steps and (folder / "export").is_dir():
         return "finished"
@@ -104,21 +107,19 @@ def state(folder: Path, step: int, steps: object) -> str:
 
 
 def jobs(folder: Path) -> list:
-    """The Slurm jobs that launch/submit.sh has given the run to."""
-    found = []
-    for path in (folder / "code").glob("*.job"):
-        found += read(path).split()[:1]
-    return found
+    """The Slurm jobs that launch/submit.sh has given the run to: 71, or 71_2 of an array."""
+    texts = [read(path).strip() for path in (folder / "code").glob("*.job")]
+    return [text for text in texts if re.match(r"[0-9]+(_[0-9]+)?$", text)]
 
 
-def queued(job: str) -> bool:
-    """Whether Slurm still has the job waiting or running."""
-    command = ["squeue", "--noheader", "--jobs=" + job, "--format=%T"]
+def held_by_slurm(jobs: list) -> set:
+    """Those of the jobs that Slurm has waiting or running."""
+    command = ["squeue", "--noheader", "--array", "--format=%i", "--jobs=" + ",".join(jobs)]
     try:
         answer = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
     except (OSError, subprocess.SubprocessError):
-        return False  # no Slurm here, or it has forgotten the job
-    return bool(answer.strip())
+        return set()  # no Slurm here, or it has forgotten them
+    return set(answer.decode().split()) if jobs else set()
 
 
 def newest_checkpoint(folder: Path) -> dict:
