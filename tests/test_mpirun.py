@@ -253,32 +253,26 @@ def test_mistakes_are_one_line(place: Place, tmp_path: Path) -> None:
     other = tmp_path / "mpirun"
     other.write_text("#!/bin/sh\necho mpirun 1.0 of someone else\n")
     other.chmod(0o755)
-    hosts = tmp_path / "hosts.txt"
+    hosts, users, tools = tmp_path / "hosts.txt", tmp_path / "users.txt", tmp_path / "tools"
     hosts.write_text("node1  # the only one\n")
-    users = tmp_path / "users.txt"
     users.write_text("node1\nme@node2\n")
-    for env, words in (
+    tools.mkdir()  # all that the script needs, but Slurm's
+    for tool in ("bash", "dirname", "mktemp", "rm", "mpirun.openmpi"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"MPIRUN": "no-such-mpirun"}, ["no no-such-mpirun here", "install", "module"]),
         ({"MPIRUN": other}, ["neither Open MPI's nor", "mpirun -np 2 bash launch/mpirun.sh"]),
         ({"OMPI_ALLOW_RUN_AS_ROOT": ""}, ["root", "OMPI_ALLOW_RUN_AS_ROOT=1"]),
+        ({"NNODES": 0}, ["NNODES", "'0'"]),
         ({"NNODES": "1:2"}, ["1:2", "fixed number"]),
-        ({"NNODES": "2"}, ["launch/hosts.txt names 0 host(s)", "NNODES=0"]),
-        ({"NNODES": "2", "HOSTS_FILE": hosts}, ["hosts.txt names 1 host(s)", "NNODES=1"]),
-        ({"NNODES": "2", "HOSTS_FILE": users}, ["users.txt", "me@node2", "~/.ssh/config"]),
-        ({"NNODES": "2", "HOSTS_FILE": "/no/such"}, ["no /no/such"]),
-        ({"SLURM_JOB_ID": "7", "PATH": "/no"}, ["scontrol"]),
-    ):
-        if env.get("PATH"):  # all that a script needs but Slurm
-            bare = tmp_path / "bin"
-            bare.mkdir()
-            for tool in ("bash", "dirname", "mktemp", "rm", "head", "cat", "mpirun.openmpi", "id"):
-                (bare / tool).symlink_to(str(shutil.which(tool)))
-            env["PATH"] = str(bare)
-        done = (
-            place.launch(**{"mpi": "mpirun.openmpi"} | env)
-            if "MPIRUN" not in env
-            else place.launch(str(env["MPIRUN"]))
-        )
+        ({"NNODES": 2}, ["launch/hosts.txt names 0 host(s)"]),
+        ({"NNODES": 2, "HOSTS_FILE": hosts}, ["hosts.txt names 1 host(s)"]),
+        ({"NNODES": 2, "HOSTS_FILE": users}, ["users.txt", "me@node2", "~/.ssh/config"]),
+        ({"NNODES": 2, "HOSTS_FILE": "/no/such"}, ["no /no/such"]),
+        ({"SLURM_JOB_ID": 7, "PATH": tools}, ["there is no scontrol here"]),
+    ]
+    for given, words in cases:
+        done = place.launch(**{"mpi": given.pop("MPIRUN", "mpirun.openmpi")}, **given)
         fails(done, *words)
         assert not list(place.out.iterdir())
 

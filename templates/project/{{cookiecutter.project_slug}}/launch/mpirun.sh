@@ -140,6 +140,9 @@ for option in "$@"; do
   case $option in -h | --help) "${INTERPRETER[@]}" train.py --help && exit ;; esac
 done
 case $NNODES in *:*) die "NNODES is $NNODES, but mpirun starts a fixed number of ranks: give one number" ;; esac
+case " ${PASS_ENV:=}" in
+  *[!A-Za-z0-9_\ ]* | *\ [0-9]*) die "PASS_ENV must be names of variables; it is '$PASS_ENV'" ;;
+esac
 mpirun=${MPIRUN:-mpirun}
 command -v "$mpirun" >/dev/null ||
   die "no $mpirun here: install Open MPI or MPICH, or load its module in activate() of $SITE_FILE"
@@ -148,7 +151,8 @@ version=$("$mpirun" --version 2>&1 </dev/null) || true
 hosts=() known='' # known: mpirun has the hosts from the scheduler
 if [ -n "${SLURM_JOB_ID:-}" ]; then
   known=1
-  listed=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}") || die "scontrol does not tell the nodes of this job"
+  command -v scontrol >/dev/null || die "this is a Slurm job, but there is no scontrol here to tell its nodes"
+  listed=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}") # where it fails it has said why
 elif [ -n "${PBS_NODEFILE:-}${LSB_DJOB_HOSTFILE:-}" ]; then
   known=1
   listed=$(awk '!seen[$0]++' "${PBS_NODEFILE:-$LSB_DJOB_HOSTFILE}")
@@ -168,7 +172,7 @@ done <<<"$listed"
 if [ -n "$known" ]; then
   NNODES=$count
 elif [ "$count" -lt "$NNODES" ]; then
-  die "NNODES is $NNODES, but $HOSTS_FILE names $count host(s): add hosts, or set NNODES=$count"
+  die "NNODES is $NNODES, but $HOSTS_FILE names $count host(s): add hosts, or set NNODES"
 elif [ "$count" -gt "$NNODES" ]; then
   say "NNODES is $NNODES: the first of the $count hosts of $HOSTS_FILE"
   hosts=("${hosts[@]:0:NNODES}")
@@ -185,7 +189,7 @@ master=$(find_master "${hosts[@]}") # where it fails it has said why
 PYTHON=${own_python:+$PYTHON} # else each host finds its own
 # The rest stands in the files that the hosts have.
 names="NNODES GPUS_PER_NODE NPROC_PER_NODE MASTER_ADDR MASTER_PORT BACKEND NETWORK_INTERFACE SCAFFOLD_LOOKED NODE_WAIT
-  SITE OFFLINE PREFLIGHT PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES ${!NCCL_@} ${!GLOO_@} ${!TORCH_@} ${PASS_ENV:-}"
+  SITE OFFLINE PREFLIGHT PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES ${!NCCL_@} ${!GLOO_@} ${!TORCH_@} $PASS_ENV"
 
 total=$((NNODES * NPROC_PER_NODE)) places=$(printf "%s:$NPROC_PER_NODE," "${hosts[@]}")
 case $version in
