@@ -145,6 +145,7 @@ def shell(tmp_path: Path) -> dict[str, str]:
     }
 
 
+# Values that no setting can have, and Bash would execute where it is careless.
 HOSTILE = (
     "$(touch PWNED)",
     "`touch PWNED`",
@@ -157,8 +158,14 @@ HOSTILE = (
 SETTINGS = ("NNODES", "GPUS_PER_NODE", "NPROC_PER_NODE", "MASTER_PORT", "BACKEND", "SITE")
 
 
-@pytest.mark.parametrize("script", STARTED)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("script", "setting"),
+    [
+        *((script, setting) for script in STARTED for setting in SETTINGS),
+        ("ssh.sh", "PASS_ENV"),
+        ("mpirun.sh", "PASS_ENV"),
+    ],
+)
 def test_a_hostile_setting_is_one_line_and_is_never_executed(
     project: Path, shell: dict[str, str], tmp_path: Path, script: str, setting: str
 ) -> None:

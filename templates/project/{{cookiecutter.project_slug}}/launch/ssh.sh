@@ -208,11 +208,14 @@ while [ $# -gt 0 ]; do
   shift
 done
 
+case " ${PASS_ENV:=}" in
+  *[!A-Za-z0-9_\ ]* | *\ [0-9]*) die "PASS_ENV must be names of variables; it is '$PASS_ENV'" ;;
+esac
 # The hosts get what the person has set for this launch; the rest stands in the files that they have.
 settings=''
 for name in GPUS_PER_NODE NPROC_PER_NODE BACKEND NETWORK_INTERFACE NODE_WAIT RDZV_CONF MAX_RESTARTS \
   SITE OFFLINE PREFLIGHT PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES \
-  ${!NCCL_@} ${!GLOO_@} ${!TORCH_@} ${PASS_ENV:-}; do
+  ${!NCCL_@} ${!GLOO_@} ${!TORCH_@} $PASS_ENV; do
   [ -z "${!name:-}" ] || settings=$settings"export $name=$(quote "${!name}")"$'\n'
 done
 
@@ -284,7 +287,8 @@ for ((i = 0; i < COUNT; i++)); do
   PIDS+=("$!")
   disown
   eval "exec $((FIRST_LINE + i))>\"\$TEMP/$i\""
-  program "$i" ${options[@]+"${options[@]}"} >&$((FIRST_LINE + i))
+  program "$i" ${options[@]+"${options[@]}"} >"$TEMP/program"
+  { cat "$TEMP/program" >&$((FIRST_LINE + i)); } 2>/dev/null || true # it may have ended
 done
 
 LIVE=$COUNT BEAT=$SECONDS waiting=$COUNT limit=$((SECONDS + 60))
