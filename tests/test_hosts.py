@@ -162,8 +162,7 @@ def test_what_is_wrong_with_node_0s_name_or_an_interface_is_one_line(
     project: Path, three: Hosts
 ) -> None:
     three.names(1, table(three, 1, "127.0.1.1"))
-    settings: dict[str, Any]
-    for settings, words in (
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"MASTER_ADDR": "nowhere.invalid"}, ["nowhere.invalid cannot be resolved"] * 2),
         (
             {"MASTER_ADDR": "node1"},
@@ -172,7 +171,8 @@ def test_what_is_wrong_with_node_0s_name_or_an_interface_is_one_line(
         ({"MASTER_ADDR": "localhost"}, ["localhost is 127.0.0.1 here"] * 2),
         ({"NETWORK_INTERFACE": "ib0"}, ["NETWORK_INTERFACE=ib0 is not on this machine"] * 2),
         ({"MASTER_ADDR": "10.99.0.1"}, ["no way from here to MASTER_ADDR=10.99.0.1"] * 2),
-    ):
+    ]
+    for settings, words in cases:
         begun = time.monotonic()
         with nodes(three, project, NODE_WAIT=2, **settings) as processes:
             for (code, out), word in zip(ends(processes), words, strict=True):

@@ -265,6 +265,7 @@ def test_mistakes_are_one_line(place: Place, tmp_path: Path) -> None:
         ({"OMPI_ALLOW_RUN_AS_ROOT": ""}, ["root", "OMPI_ALLOW_RUN_AS_ROOT=1"]),
         ({"NNODES": 0}, ["NNODES", "'0'"]),
         ({"NNODES": "1:2"}, ["1:2", "fixed number"]),
+        ({"PASS_ENV": "A-B"}, ["PASS_ENV", "'A-B'"]),
         ({"NNODES": 2}, ["launch/hosts.txt names 0 host(s)"]),
         ({"NNODES": 2, "HOSTS_FILE": hosts}, ["hosts.txt names 1 host(s)"]),
         ({"NNODES": 2, "HOSTS_FILE": users}, ["users.txt", "me@node2", "~/.ssh/config"]),
@@ -272,7 +273,7 @@ def test_mistakes_are_one_line(place: Place, tmp_path: Path) -> None:
         ({"SLURM_JOB_ID": 7, "PATH": tools}, ["there is no scontrol here"]),
     ]
     for given, words in cases:
-        done = place.launch(**{"mpi": given.pop("MPIRUN", "mpirun.openmpi")}, **given)
+        done = place.launch(given.pop("MPIRUN", "mpirun.openmpi"), **given)
         fails(done, *words)
         assert not list(place.out.iterdir())
 

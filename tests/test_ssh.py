@@ -249,6 +249,14 @@ def test_what_is_set_for_the_launch_reaches_every_node(lab: Lab) -> None:
     assert "SITE" not in lab.seen(1)["env"]
 
 
+def test_a_preflight_prints_what_node_0_found(lab: Lab) -> None:
+    done = lab.launch("--preflight", "--json")
+    assert done.code == 0, done
+    assert sorted(done.out.splitlines()) == ["[node2] done", "done"]
+    done = lab.launch("--preflight", "--test.0=suffer")
+    fails(done, "the preflight has failed")
+
+
 def test_the_project_lies_elsewhere_on_the_hosts(lab: Lab) -> None:
     elsewhere = lab.folder / "è l'se $where" / "stub"
     shutil.copytree(lab.stub, elsewhere)
@@ -293,6 +301,7 @@ def test_mistakes_in_settings_are_one_line(lab: Lab) -> None:
         ({"NNODES": "two"}, ["NNODES", "'two'"]),
         ({"NNODES": "0"}, ["NNODES", "'0'"]),
         ({"NNODES": "1:"}, ["NNODES", "'1:'"]),
+        ({"PASS_ENV": "A 1B"}, ["PASS_ENV", "'A 1B'"]),
         ({"SITE": "mars"}, ["no launch/site.mars.env"]),
         ({"SSH": "no-such-ssh"}, ["no no-such-ssh here"]),
     ):

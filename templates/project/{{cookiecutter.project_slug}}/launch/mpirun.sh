@@ -259,4 +259,5 @@ case $status in
     ;;
 esac
 cause=$(cat "$SCAFFOLD_CONTROL/cause")
+[ "${PREFLIGHT:-0}" = 0 ] || die "${cause:-the preflight has failed: see above}"
 die "${cause:-$mpirun failed with status $status; what it says stands above}"

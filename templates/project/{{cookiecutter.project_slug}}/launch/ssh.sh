@@ -280,6 +280,7 @@ exec 9<>"$TEMP/events" # "ready I CODE PORT ADDRESS" and "ended I"
 
 for ((i = 0; i < COUNT; i++)); do
   READY[i]='' STATUS[i]='' PREFIX[i]="[${HOSTS[i]#*@}] "
+  [ "$i${PREFLIGHT:-0}" != 01 ] || PREFIX[i]='' # node 0's table, or its JSON for scripts
   mkfifo "$TEMP/$i"
   set -m # a group of its own: no signal of the terminal, or of timeout(1), ends the connection
   connect "$i" &
@@ -372,6 +373,7 @@ done
 
 [ -z "$KILLED" ] || die "ended at once, without saving: the next launch goes on from the last checkpoint"
 if [ $((COUNT - failures)) -lt "$least" ]; then
+  [ "${PREFLIGHT:-0}" = 0 ] || [ "$(cat "$TEMP/0.status")" = 255 ] || die "the preflight has failed: see above"
   for kind in own connection any; do # what other hosts only suffered from comes last
     for i in "${FAILED[@]}"; do
       why=$(cause "$i")
