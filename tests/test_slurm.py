@@ -178,15 +178,44 @@ def test_a_job_that_may_not_be_requeued_goes_on_as_another_one(
 def test_scancel_ends_every_process_and_the_job_does_not_come_back(
     cluster: Slurm, project: Path
 ) -> None:
-    job = train(cluster, project, "cancelled", SLOW="1")
-    await_step(project / "runs" / "cancelled", 2)
+    run = project / "runs" / "cancelled"
+    env = {"SLOW": "0.2", "TMPDIR": "/of the login node"}
+    job = train(cluster, project, run.name, "--train.steps=99", **env)
+    await_step(run, 2)
+    # Nobody else can have the run meanwhile, and nothing asks the internet.
+    submit = project / "launch" / "submit.sh"
+    again = cluster.run("bash", submit, "--", f"--run.name={run.name}", env=environment())
+    assert again.returncode == 1
+    assert re.search(
+        f"^launch: {re.escape(str(run))} is taken by process .* on node1", again.stderr
+    )
+    environ = "tr '\\0' '\\n' < /proc/$(pgrep -f '[t]rain.py' | tail -n 1)/environ"
+    assert "HF_HUB_OFFLINE=1" in cluster.hosts.run(2, ["bash", "-c", environ]).stdout
     cluster.run("scancel", job)
     assert cluster.await_end(job)["JobState"] == "CANCELLED"
     assert launches.eventually(lambda: not cluster.left(str(project)), 10), cluster.left("")
     assert cluster.job(job)["Restarts"] == "0"
-    assert len(launches.checkpoints(project / "runs" / "cancelled")) > 0
     # What it was at is saved, and free for the next.
-    assert not (project / "runs" / "cancelled" / "lock").exists()
+    assert launches.checkpoints(run)
+    assert not (run / "lock").exists()
+
+
+def test_a_job_that_is_told_to_stop_before_training_loses_nothing(
+    cluster: Slurm, project: Path, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 5\nexit 1\n")
+    python.chmod(0o755)
+    job = train(cluster, project, "early", PYTHON=str(python), MAX_REQUEUES="0")
+    cluster.await_state(job, "RUNNING")
+    assert launches.eventually(lambda: len(cluster.left(str(python))) == 2, 20)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    ended = cluster.await_end(job)
+    assert (ended["ExitCode"], ended["Restarts"]) == ("75:0", "0"), cluster.log(job)
+    assert cluster.log(job).splitlines()[-1] == (
+        "launch: told to stop before training began; started 1 times (MAX_REQUEUES=0):"
+        " submit it again to go on"
+    )
 
 
 def test_a_rank_that_fails_ends_the_job_and_its_traceback_is_the_last_that_is_printed(
@@ -319,6 +348,11 @@ def test_a_sweep_runs_what_was_submitted_whatever_is_edited_since(
     assert again.returncode == 1
     assert f"try this-1 is taken by job {array}_1 (PENDING)" in again.stderr
 
+    (code,) = (copy / "runs" / "try this.sweep" / "code").iterdir()
+    assert [name for name in ("demo", "runs", ".venv") if (code / name).is_symlink()] == [
+        "runs",
+        ".venv",
+    ]
     listed = cluster.run(sys.executable, copy / "runs.py").stdout
     assert len(re.findall("^(?:try this-1|the other .*) +queued ", listed, re.MULTILINE)) == 2
 
