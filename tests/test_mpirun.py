@@ -24,6 +24,7 @@ from faults import OPTIONS
 from hosts import Hosts, require
 from launches import Launch, eventually
 from ranks import Ranks
+from slurm import Slurm
 from test_ssh import STEP, STRANGE, change, serve_ssh
 
 LIMIT = 100
@@ -32,7 +33,7 @@ ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 # Says what the rank was given and does what --test.RANK says.
 TRAIN = """
-import json, os, signal, sys, time
+import json, os, signal, socket, sys, time
 from pathlib import Path
 
 rank, out, control = os.environ["RANK"], Path(os.environ["OUT"]), Path(os.environ["SCAFFOLD_CONTROL"])
@@ -64,6 +65,10 @@ match task:
         sys.exit(0)
     case "deaf":
         time.sleep(60)
+if rank == "0" and "WORLD_SIZE" in os.environ:  # the others look for it
+    with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
+        while len(list(out.glob("*.json"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.05)
 print(f"rank {rank} is done")
 """
 
@@ -371,6 +376,25 @@ def test_hosts_over_ssh_train_one_run(
     assert "by 2 data-parallel rank(s)" in done.stdout
     assert launches.losses(run) == pytest.approx(alone, rel=1e-5)
     assert eventually(lambda: not [p for p in lab.processes(2) if "sshd" not in p], 10)
+
+
+def test_in_a_slurm_job_mpirun_runs_on_its_nodes(place: Place, mpi: str, slurm: Slurm) -> None:
+    command = place.command("--train.lr=1")
+    env = place.env(mpi, NPROC_PER_NODE=2, NNODES=7, GPUS_PER_NODE=9)
+    done = slurm.run("salloc", "-N2", *command, env=env, timeout=LIMIT)
+    assert done.returncode == 0, done
+    assert "4 rank(s) on 2 node(s) (node1 node2)" in done.stderr
+    for rank in range(4):
+        numbers = {"WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+        numbers["MASTER_ADDR"] = slurm.hosts.address(1)
+        assert place.seen(rank)["env"].items() >= numbers.items()
+        assert place.seen(rank)["argv"] == ["--train.lr=1"]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with Slurm(2) as slurm:
+        yield slurm
 
 
 def test_a_host_that_mpirun_cannot_reach_is_named(
