@@ -96,7 +96,8 @@ class Survey:
             except KeyError:
                 self.add(node, do, True, answer["error"])
             except OSError as error:
-                self.add(node, "network", True, f"lost at '{do}' ({error})", "is it cut off?")
+                what = f"no answer to '{do}' ({error})"
+                self.add(node, "network", True, what, "is it cut off, or does a disk hang there?")
                 del self.channels[node]
         return answers
 
@@ -151,12 +152,12 @@ class Survey:
         add, ranks = partial(self.add, node), facts["ranks"]
         errors = [rank["error"] for rank in ranks if "error" in rank]
         if errors:
-            add("ranks", True, errors[0], f"so it is with {facts['executable']}")
+            add("ranks", True, errors[0], f"look at {facts['executable']}")
             return self.limits(node, facts, len(ranks), False)
         for name in ("options", "data"):
             # What is not prepared yet may be by the time that training starts.
             later = name == "data" and (PROJECT / "prepare.py").exists()
-            problem = facts.get(f"{name}_problem", "")
+            problem = " ".join(facts.get(f"{name}_problem", "").split())
             add(name, problem and ("warn" if later else True), problem or "fine")
         problem = self.hellos[node]["interface"]
         there = " ".join(f"{name}={has}" for name, has in facts["interfaces"].items())
@@ -262,6 +263,8 @@ class Survey:
         remedy = "put it on a shared disk" + ("" if bad is True else ", or look for logs on each")
         fact = f"run.dir is {'not ' if blind else ''}the folder of node 0"
         self.add(blind or "all nodes", "shared folder", bad, fact, remedy)
+        if not facts["parameters"]:
+            return
         # Weights and Adam's two moments, 4 bytes each; the newest is written before the oldest goes.
         checkpoint, more = facts["parameters"] * 12, max(1, facts["keep"] + 1 - found[0]["saved"])
         fact = f"{size(found[0]['free'])} free for {more} checkpoint(s) of {size(checkpoint)}"
@@ -276,7 +279,7 @@ class Survey:
         causes = [result for result in failed if not result.get("peer")] or failed
         for error, group in itertools.groupby(causes, key=lambda result: result["error"]):
             where = f"rank {', '.join(str(result['rank']) for result in group)}"
-            self.add(where, "all-reduce", True, error, "NCCL_DEBUG=INFO tells more of GPUs")
+            self.add(where, "all-reduce", True, error, "on GPUs NCCL_DEBUG=INFO tells more")
         if failed or not self.ok:
             return
         typical = statistics.median_low(result["seconds"] for result in results)
@@ -313,7 +316,9 @@ class Survey:
         fine = dict.fromkeys(check["name"] for check in checks if check["name"] not in bad)
         print(f"\nok    {', '.join(fine)}" if fine else "")
         failed = sum(check["status"] == "fail" for check in checks)
-        print(f"preflight: {failed} failed" if failed else "preflight: all is well", flush=True)
+        warned = sum(check["status"] == "warn" for check in checks)
+        well = "all is well" + (f" but for {warned} warning(s)" if warned else "")
+        print(f"preflight: {failed} failed" if failed else f"preflight: {well}", flush=True)
 
 
 def size(number: float) -> str:
@@ -378,7 +383,9 @@ def main(options: list[str]) -> int:
             node.start_ranks(server.getsockname()[1], options)
             lead(survey, node, server)
         else:
+            survey.stage = "joining node 0"
             channel = join(address, node.hello, node.source)
+            survey.stage = "answering node 0"
             node.start_ranks(PORT, options)
             ok = serve(channel, node.handlers)
     except Problem as problem:

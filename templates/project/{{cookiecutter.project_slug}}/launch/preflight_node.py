@@ -12,6 +12,7 @@ import ipaddress
 import json
 import os
 import platform
+import re
 import resource
 import socket
 import struct
@@ -90,7 +91,8 @@ def serve(channel: Channel, handlers: dict[str, Callable[..., Any]]) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+    text = re.sub(r"^\[\S+:\d+\] ", "", str(error))  # gloo begins with a line of its source
+    return f"{type(error).__name__}: {text.partition(chr(10))[0][:300]}"
 
 
 # --- the network ----------------------------------------------------------------------------------
@@ -278,8 +280,7 @@ class Rank:
             answer = self.channel.receive(until)
             return answer.get("answer", answer)
         except TimeoutError:
-            waited = f"no answer after {until - START:.0f} s, it waits for another or is very slow"
-            return {"error": waited, "peer": True}
+            return {"error": "no answer in time, it hangs or is very slow"}
         except OSError:
             status = self.process.wait(5)
             self.output.seek(0)

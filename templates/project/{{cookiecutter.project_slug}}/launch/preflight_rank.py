@@ -51,16 +51,18 @@ def project() -> Facts:
     found["options"] = {**config.numbers(), "run.seed": config.run.seed}
     found |= {"run_dir": str(config.run_dir), "keep": config.checkpoint.keep, "parameters": 0}
     found |= {"workers": config.data.workers, "sharded": hasattr(parallel, "fully_shard")}
+    problem = "data_problem"
     try:
         with at_most(10):
             train_set, _, sizes, identity = data.build(config.data, PROJECT)
             found["options"] |= {"the data": identity, "its length": len(train_set)}
             sample = sum(torch.as_tensor(part).nbytes for part in train_set[0])
             found["batch_bytes"] = sample * config.train.micro_batch_size
+        problem = "options_problem"
         network = without_memory(model.build, config.model, sizes)
         found["parameters"] = sum(weight.numel() for weight in network.parameters())
     except UserError as error:
-        found["data_problem"] = str(error)
+        found[problem] = str(error)
     return found
 
 
