@@ -401,6 +401,7 @@ def test_mistakes_are_told_before_a_job_waits_in_the_queue(
 
     assert "come after a lone --" in refused("submit.sh", "--train.lr=1")
     assert "sweep.txt, line 2: " in sweep("--train.lr=1\n--train.lr='1\n")
+    assert "launch/sweep.sh FILE --array=1-2" in refused("submit.sh", "--array=1-2")
     assert "train.lrr" in sweep("--train.lrr=1\n")
     twice = sweep("--run.name=a\n\n--run.name=a\n")
     assert "sweep.txt, line 3: " in twice

@@ -24,7 +24,10 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     %[1-9]*) [ -n "$sweep" ] || die "$1 is for launch/sweep.sh"; limit=$1; shift; continue ;;
     -o | --output) output=${2-} ;;
     --output=*) output=${1#*=} ;;
-    -a* | --array | --array=*) array=1 ;;
+    -a* | --array | --array=*)
+      [ -n "$sweep" ] || die "an array's runs need options of their own: launch/sweep.sh FILE $*"
+      array=1
+      ;;
   esac
   [[ ${1%%=*} != --*.* ]] || die "$1 is an option of train.py: those come after a lone --"
   given+=("$1")
@@ -135,7 +138,7 @@ who_has() { # RUN: the job that has or awaits it, or the process; nothing where 
 list=$(list_runs "$@") # where it fails it has said why
 [ -n "$list" ] || exit 0 # --help of train.py
 mapfile -t runs <<<"$list"
-if [ "${PREFLIGHT:-0}" = 0 ]; then
+if [ "${PREFLIGHT:-0}" = 0 ] && [ -z "$array" ]; then # of --array=2,5 the runs' own locks take care
   for run in "${runs[@]}"; do
     owner=$(who_has "$run")
     [ -z "$owner" ] || die "$run is taken by $owner: wait, cancel it, or use another --run.name"
@@ -163,7 +166,7 @@ else
 fi
 if [ -z "$output" ]; then
   output=$base/logs/slurm-%j.out
-  [ -z "$sweep$array" ] || output=$base/logs/slurm-%A_%a.out
+  [ -z "$sweep" ] || output=$base/logs/slurm-%A_%a.out
   command+=(--output="$output")
 fi
 [ -z "$sweep" ] || [ -n "$array" ] || command+=(--array="1-$(wc -l <<<"$list")$limit")
