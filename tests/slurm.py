@@ -133,7 +133,8 @@ class Slurm:
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on the head, where one logs in."""
-        env = (env or launches.environment()) | self.env
+        tmp = {"TMPDIR": str(self.folder / "tmp")}  # what killed jobs leave goes with the cluster
+        env = tmp | (env or launches.environment()) | self.env
         return self.hosts.run(0, ["env", "-C", cwd or self.folder, *argv], env=env, **options)
 
     def sbatch(
@@ -190,7 +191,7 @@ class Slurm:
             self.run("scancel", *jobs)
 
     def _configure(self) -> None:
-        for name in ("munge", "state", "spool"):
+        for name in ("munge", "state", "spool", "tmp"):
             (self.folder / name).mkdir()
         for node in range(1, self.nodes + 1):
             (self.folder / "spool" / self.hosts.name(node)).mkdir()
