@@ -74,7 +74,8 @@ class Lab:
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self.hosts, self.folder = hosts, folder
         self.config = serve_ssh(hosts, folder)
-        self.out = folder / "out"
+        self.out, self.temporary = folder / "out", folder / "tmp"
+        self.temporary.mkdir()
         self.project = folder / "Jörg's $HOME & 数据" / "demo"
         self.stub = folder / "stub"
         write_project(self.project, model="mlp", precision="fp32", launcher=["ssh"])
@@ -84,7 +85,8 @@ class Lab:
 
     def env(self, **more: Any) -> dict[str, str]:
         """The environment of a launch over two hosts."""
-        given = {"SSH": f"ssh -F {self.config}", "OUT": self.out, "PASS_ENV": "OUT", "NNODES": 2}
+        given = {"SSH": f"ssh -F {self.config}", "NNODES": 2}
+        given |= {"OUT": self.out, "TMPDIR": self.temporary, "PASS_ENV": "OUT TMPDIR"}
         return launches.environment(NPROC_PER_NODE="1") | {
             name: str(value) for name, value in (given | more).items()
         }
@@ -116,7 +118,8 @@ class Lab:
         except subprocess.TimeoutExpired:
             os.killpg(leader(process), signal.SIGKILL)
             raise
-        assert self.idle(), [self.hosts.processes(i) for i in range(4)]
+        assert self.idle(), self.running()
+        assert not list(self.temporary.glob("launch.*"))
         return launches.Launch(process.returncode, out, err, 0)
 
     def idle(self) -> bool:
@@ -148,6 +151,7 @@ def serve_ssh(hosts: Hosts, folder: Path) -> Path:
     for key in ("host_key", "id"):
         make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
         subprocess.run(make, check=True)
+    passwd(folder / "passwd", folder, "bash")
     for i in range(1, hosts.count + 1):
         settings = folder / f"sshd{i}.conf"
         settings.write_text(
@@ -156,6 +160,7 @@ def serve_ssh(hosts: Hosts, folder: Path) -> Path:
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\n"
         )
         for command in (
+            ["mount", "--bind", folder / "passwd", "/etc/passwd"],
             ["mount", "-t", "tmpfs", "tmpfs", "/run"],
             ["mkdir", "-m", "755", "/run/sshd"],
             [shutil.which("sshd", path="/usr/sbin:/usr/local/sbin"), "-f", settings],
@@ -168,6 +173,12 @@ def serve_ssh(hosts: Hosts, folder: Path) -> Path:
         f"StrictHostKeyChecking accept-new\nUserKnownHostsFile {folder}/known_hosts\n"
     )
     return config
+
+
+def passwd(path: Path, home: Path, shell: str) -> None:
+    """Writes the list of users: this one's home and login shell are these."""
+    others = Path("/etc/passwd").read_text().partition("\n")[2]
+    path.write_text(f"root:x:0:0:root:{home}:{shutil.which(shell)}\n{others}")
 
 
 def leader(process: subprocess.Popen[str]) -> int:
@@ -207,11 +218,9 @@ STRANGE = [
 @pytest.mark.parametrize("shell", ["bash", "dash", "zsh", "tcsh"])
 def test_every_argument_arrives_whatever_the_login_shell(lab: Lab, shell: str) -> None:
     require(shell)
-    passwd = lab.folder / "passwd"
-    lines = Path("/etc/passwd").read_text().splitlines(keepends=True)
-    lines[0] = f"root:x:0:0:root:/root:{shutil.which(shell)}\n"
-    passwd.write_text("".join(lines))
-    lab.hosts.run(2, ["mount", "--bind", passwd, "/etc/passwd"])
+    users = lab.folder / shell
+    passwd(users, lab.folder, shell)
+    lab.hosts.run(2, ["mount", "--bind", users, "/etc/passwd"])
     try:
         done = lab.launch(*STRANGE, PASS_ENV="OUT X", X="x'\n y ")
     finally:
@@ -263,14 +272,10 @@ def test_the_project_lies_elsewhere_on_the_hosts(lab: Lab) -> None:
     done = lab.launch(REMOTE_DIR=elsewhere)
     assert done.code == 0, done
     assert lab.seen(1)["cwd"] == str(elsewhere)
-    home = Path("/root", f"scaffold-test-{os.getpid()}")
-    home.symlink_to(elsewhere)  # folders that are not absolute start at home
-    try:
-        for folder in (home.name, f"~/{home.name}"):
-            done = lab.launch(REMOTE_DIR=folder)
-            assert done.code == 0, done
-    finally:
-        home.unlink()
+    (lab.folder / "at home").symlink_to(elsewhere)  # folders that are not absolute start at home
+    for folder in ("at home", "~/at home"):
+        done = lab.launch(REMOTE_DIR=folder)
+        assert done.code == 0, done
 
 
 def test_hosts_are_taken_in_order_as_many_as_there_are_nodes(lab: Lab) -> None:
@@ -478,7 +483,6 @@ def test_a_signal_before_anything_has_started_ends_the_launch(lab: Lab) -> None:
 
 @pytest.mark.parametrize("group", [False, True])
 def test_a_killed_launcher_leaves_nothing_behind(lab: Lab, group: bool) -> None:
-    before = set(Path("/tmp").glob("launch.*"))
     with lab.start("--test.0=wait", "--test.1=wait") as process:
         lab.wait_for(0, 1)
         (os.killpg if group else os.kill)(leader(process), signal.SIGKILL)
@@ -486,7 +490,7 @@ def test_a_killed_launcher_leaves_nothing_behind(lab: Lab, group: bool) -> None:
         assert lab.idle(), lab.running()
         process.communicate()
     assert lab.signals(0) == lab.signals(1) == ["SIGTERM"]
-    assert set(Path("/tmp").glob("launch.*")) <= before
+    assert not list(lab.temporary.glob("launch.*"))
 
 
 def test_a_reader_that_has_gone_does_not_stop_a_launch(lab: Lab) -> None:

@@ -13,6 +13,7 @@ while [ -L "$script" ]; do # macOS has no readlink -f
   case $target in /*) script=$target ;; *) script=$(dirname "$script")/$target ;; esac
 done
 PROJECT_DIR=${PROJECT_DIR:-$(dirname "$script")/..}
+case ${HOSTS_FILE:=} in '' | /*) ;; *) HOSTS_FILE=$PWD/$HOSTS_FILE ;; esac
 own_python=${PYTHON:-}
 : "${GPUS_PER_NODE:=${SLURM_GPUS_ON_NODE:-}}"
 # shellcheck source=/dev/null
