@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,7 +51,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=2,requeue_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-JobRequeue={requeue}
+JobRequeue=1
 KillWait=5
 UnkillableStepTimeout=15
 MinJobAge=600
@@ -75,16 +74,16 @@ class Slurm:
         folder: all that the cluster writes.
     """
 
-    def __init__(self, nodes: int = 2, cpus: int = 2, requeue: bool = True) -> None:
+    def __init__(self, nodes: int = 2, cpus: int = 2) -> None:
         require(*TOOLS)
-        self.nodes, self.cpus, self.requeue = nodes, cpus, requeue
+        self.nodes, self.cpus = nodes, cpus
         self.hosts = Hosts(nodes)
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.env = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": PATH}
 
     def __enter__(self) -> Slurm:
-        self.hosts.__enter__()
         try:
+            self.hosts.__enter__()
             self._configure()
             munge = self.folder / "munge"
             options = [f"--{name}={munge / name}" for name in ("socket", "pid-file", "log-file")]
@@ -182,14 +181,6 @@ class Slurm:
             found += [line for line in self.hosts.processes(host) if all(w in line for w in words)]
         return found
 
-    @contextlib.contextmanager
-    def cancelled(self, *jobs: str) -> Iterator[None]:
-        """Cancels what is left of the jobs at the end, so that the next test finds free nodes."""
-        try:
-            yield
-        finally:
-            self.run("scancel", *jobs)
-
     def _configure(self) -> None:
         for name in ("munge", "state", "spool", "tmp"):
             (self.folder / name).mkdir()
@@ -200,9 +191,7 @@ class Slurm:
         self.folder.chmod(0o755)
         (munge / "key").write_bytes(os.urandom(128))
         (munge / "key").chmod(0o400)
-        conf = CONF.format(
-            head=self.hosts.address(0), folder=self.folder, requeue=int(self.requeue)
-        )
+        conf = CONF.format(head=self.hosts.address(0), folder=self.folder)
         for node in range(1, self.nodes + 1):
             conf += (
                 f"NodeName={self.hosts.name(node)} NodeAddr={self.hosts.address(node)} "
