@@ -38,7 +38,7 @@ INTERFACE = get("NETWORK_INTERFACE") or get("GLOO_SOCKET_IFNAME") or ""
 now = time.monotonic
 START = now()
 MEET_BY = START + min(25.0, float(get("NODE_WAIT") or 25))  # then all nodes must have come,
-LOOK_BY = START + 36.0  # and all ranks have imported torch, which a network disk can make slow
+LOOK_BY = START + 42.0  # and all ranks have imported torch, which a network disk can make slow
 MEASURE_BY = START + 53.0  # and all ranks have measured
 END = START + 57.0  # whatever hangs (a disk, a name server), this process does not outlive it
 
@@ -274,13 +274,13 @@ class Rank:
                 stderr=self.output,
             )
 
-    def answer(self, until: float) -> Facts:
-        """What it answers, or under "error" why it does not."""
+    def answer(self, until: float, late: str) -> Facts:
+        """What it answers, or under "error" why it does not; `late` is why it does not in time."""
         try:
             answer = self.channel.receive(until)
             return answer.get("answer", answer)
         except TimeoutError:
-            return {"error": "no answer in time, it hangs or is very slow"}
+            return {"error": late}
         except OSError:
             status = self.process.wait(5)
             self.output.seek(0)
@@ -320,7 +320,7 @@ class Node:
             "folder": self.folder,
             "look": lambda name: (self.run_dir / name).exists(),
             "forget": self.forget,
-            "measure": lambda seconds: self.ask_ranks("measure", seconds),
+            "measure": self.measure,
         }
 
     def start_ranks(self, port: int, options: list[str]) -> None:
@@ -334,19 +334,20 @@ class Node:
             env.setdefault("NCCL_SOCKET_IFNAME", INTERFACE)
         self.ranks = [Rank(local, env, options) for local in range(RANKS)]
 
-    def ask_ranks(self, do: str, seconds: float) -> list[Facts]:
+    def ask_ranks(self, do: str, seconds: float, late: str) -> list[Facts]:
         until = now() + seconds
         for rank in self.ranks:
             with contextlib.suppress(OSError):  # its answer says why
                 rank.channel.send({"do": do, "with": {}})
-        return [{"rank": rank.number, **rank.answer(until)} for rank in self.ranks]
+        return [{"rank": rank.number, **rank.answer(until, late)} for rank in self.ranks]
 
     def facts(self, seconds: float) -> Facts:
         """This machine and its ranks; what the first of them says about the project is the node's."""
         changed = "+" * bool(git("status", "--porcelain", "--untracked-files=no", "."))
         commit = git("rev-parse", "--short=10", "HEAD") + changed
         shm = os.statvfs("/dev/shm") if os.path.exists("/dev/shm") else None
-        ranks = self.ask_ranks("facts", seconds)
+        late = f"torch and the project did not import within {now() + seconds - START:.0f} s"
+        ranks = self.ask_ranks("facts", seconds, late)
         project = ranks[0].pop("project", {})
         self.run_dir = Path(project.get("run_dir", PROJECT))
         return {
@@ -366,6 +367,9 @@ class Node:
             **project,
             "ranks": ranks,
         }
+
+    def measure(self, seconds: float) -> list[Facts]:
+        return self.ask_ranks("measure", seconds, "no answer in time, it hangs or is very slow")
 
     def reach(self, targets: dict[str, tuple[str, int]]) -> dict[str, str]:
         """The nodes that no connection can be made to from here, and why."""
@@ -405,7 +409,7 @@ class Node:
         for rank in self.ranks:
             rank.end()
         self.forget()
-        with contextlib.suppress(OSError):  # a folder with something in it stays
-            for folder in self.made:
+        for folder in self.made:
+            with contextlib.suppress(OSError):  # another node was quicker, or there is something in it
                 folder.rmdir()
         self.listener.close()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 import tomllib
 from argparse import SUPPRESS
 from dataclasses import dataclass
@@ -155,10 +154,3 @@ def to_toml(config: Config) -> str:
             "",
         ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":  # what launch/submit.sh asks, before a job waits in a queue
-    try:
-        print(load(sys.argv[1:]).run_dir)
-    except UserError as error:
-        sys.exit(f"error: {error}")
