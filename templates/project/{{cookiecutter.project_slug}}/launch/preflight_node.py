@@ -410,6 +410,6 @@ class Node:
             rank.end()
         self.forget()
         for folder in self.made:
-            with contextlib.suppress(OSError):  # another node was quicker, or there is something in it
+            with contextlib.suppress(OSError):  # in use, or gone already
                 folder.rmdir()
         self.listener.close()
