@@ -16,8 +16,6 @@ PROJECT_DIR=${PROJECT_DIR:-$(dirname "$script")/..}
 case ${HOSTS_FILE:=} in '' | /*) ;; *) HOSTS_FILE=$PWD/$HOSTS_FILE ;; esac
 own_python=${PYTHON:-}
 : "${GPUS_PER_NODE:=${SLURM_GPUS_ON_NODE:-}}"
-# shellcheck source=/dev/null
-. "$PROJECT_DIR/launch/common.sh"
 
 # --- a rank: mpirun has started this script -----------------------------------------------------------
 
@@ -26,6 +24,19 @@ rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PMIX_RANK:-}}}
 size=${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-}}
 local_rank=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${PMI_LOCAL_RANK:-}}}
 local_size=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-${PMI_LOCAL_SIZE:-}}}
+
+leave_mpi() { # STATUS
+  rm -rf "${SCAFFOLD_CONTROL:-}"
+  # mpirun ends all when one exits with another status than 0: let the others say why, and leave the run.
+  [ "$1" = 0 ] || sleep 2
+  # Hydra does not, before MPI_Init: this is how MPI_Abort asks it to.
+  case $1 in 0 | 75) ;; *) [ -z "${PMI_FD:-}" ] || echo "cmd=abort exitcode=$1" >&"$PMI_FD" || true ;; esac
+}
+
+[ -z "$rank" ] || trap 'leave_mpi $?' EXIT
+# shellcheck source=/dev/null
+. "$PROJECT_DIR/launch/common.sh"
+[ -z "$rank" ] || trap 'leave_mpi $?' EXIT
 
 rank_of_mpi() { # TRAIN.PY OPTIONS...
   local status=0 job program=train.py
@@ -48,8 +59,14 @@ rank_of_mpi() { # TRAIN.PY OPTIONS...
     0 | '')
       NODE_RANK=$rank choose_interface # rank 0 looks whether its port is free
       if [ "$local_rank" = 0 ]; then
-        if [ -f prepare.py ]; then "${INTERPRETER[@]}" prepare.py "$@" || exit 1; fi
-        if [ "$rank" != 0 ]; then (await_node_0) || exit 1; fi
+        if [ -f prepare.py ]; then
+          env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" prepare.py "$@" &
+          finish $! || exit 1
+        fi
+        if [ "$rank" != 0 ]; then
+          await_node_0 &
+          finish $! || exit 1
+        fi
       fi
       ;;
     *)
@@ -77,33 +94,33 @@ rank_of_mpi() { # TRAIN.PY OPTIONS...
   elif [ "$status" -gt 128 ] && [ -z "$KILLED" ]; then
     echo "error: rank $rank on $(hostname) was killed by signal $((status - 128)) (9 is often memory run out)" >&2
   fi
-  # mpirun ends all when one exits with another status than 0: let the others say why, and leave the run.
-  [ "$status" = 0 ] || sleep 2
-  # Hydra does not, before MPI_Init: this is how MPI_Abort asks it to.
-  case $status in 0 | 75) ;; *) [ -z "${PMI_FD:-}" ] || echo "cmd=abort exitcode=$status" >&"$PMI_FD" || true ;; esac
   exit "$status"
 }
 [ -z "$rank" ] || rank_of_mpi "$@"
 
 # --- the launch: it starts mpirun ---------------------------------------------------------------------
 
-keep_errors() { # passes stderr on, and keeps the cause of a failure; mpirun has little time from then on
+keep_errors() { # passes stderr on, and keeps the cause of a failure
   local line cause='' words='' more='' killer='' i
   trap '' HUP INT QUIT TERM USR1
+  SECONDS=0
   while IFS= read -r line || [ -n "$line" ]; do
     printf '%s\n' "$line" || true
     case $line in
       error:*"lost the other ranks"*) words=${line#error: } ;;
       error:*) [ -n "$cause" ] || { cause=${line#error: } more=1; continue; } ;;
       launch:*"rank(s) here"* | launch:*"waiting for node 0"* | launch:*"no GPU found"*) ;;
-      launch:* | ssh:* | *"Permission denied"* | *"Host key verification failed"*) words=${line#launch: } ;;
+      launch:*) words=${line#launch: } ;;
+      ssh:* | *": Permission denied ("* | "Host key verification failed"*)
+        words=$line
+        if [ -z "$killer" ] && [ "$SECONDS" -lt 60 ]; then # Hydra waits for ever where it cannot log in
+          { for ((i = 0; i < 15; i++)); do sleep 1; done; kill_ranks; } >/dev/null 2>&1 &
+          killer=$!
+        fi
+        ;;
       [!-=[]*) [ -z "$more" ] || cause=$cause$'\n'$line ;; # the second line of a cause
     esac
     more=''
-    if [ -z "$killer" ] && [ -n "$cause$words" ]; then # Hydra waits for ever where it cannot log in
-      { for ((i = 0; i < 15; i++)); do sleep 1; done; kill_ranks; } >/dev/null 2>&1 &
-      killer=$!
-    fi
   done 2>/dev/null
   [ -z "$killer" ] || kill -s KILL "$killer" 2>/dev/null || true
   printf '%s' "${cause:-$words}" >"$SCAFFOLD_CONTROL/cause"
@@ -185,7 +202,11 @@ if [ "$NNODES" = 1 ]; then
 else
   : "${NPROC_PER_NODE:=$GPUS_PER_NODE}"
 fi
-master=$(find_master "${hosts[@]}") # where it fails it has said why
+if [ -n "${MASTER_ADDR:-}" ]; then
+  master=$(find_master 127.0.0.1)
+else
+  master=$(find_master "${hosts[@]}") # where it fails it has said why
+fi
 : "${MASTER_ADDR:=${master% *}}" "${MASTER_PORT:=${master#* }}"
 PYTHON=${own_python:+$PYTHON} # else each host finds its own
 # The rest stands in the files that the hosts have.

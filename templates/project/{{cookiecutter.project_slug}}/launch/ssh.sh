@@ -110,7 +110,7 @@ show_output() { # I: host I's stdout, its name before each line
 }
 
 show_errors() { # I: the same of its stderr, once its launch has begun; keeps the last words
-  local line before='' last='' cause=''
+  local line before='' last='' cause='' more=0
   while IFS= read -r line || [ -n "$line" ]; do
     line=${line%$'\r'} # ssh's own
     [ ! -e "$TEMP/go" ] || printf '[%s] %s\n' "${HOSTS[$1]#*@}" "$line"
@@ -118,8 +118,8 @@ show_errors() { # I: the same of its stderr, once its launch has begun; keeps th
     [ -e "$TEMP/go" ] || before=$last
     last=$line
     case $line in
-      launch:* | error:*) cause=$line ;;
-      *) [ -z "$cause" ] || cause=$cause$'\n'$line ;; # it may have two lines
+      launch:* | error:*) cause=$line more=2 ;; # it may have more than one line
+      *) [ "$more" = 0 ] || cause=$cause$'\n'$line more=$((more - 1)) ;;
     esac
   done 2>/dev/null
   [ -e "$TEMP/go" ] || last="$before${before:+ }$last" # ssh may need two lines to say why
@@ -161,7 +161,7 @@ next() { # waits up to a second for an EVENT of host I; so each wait has an end,
 
 # --- signals ------------------------------------------------------------------------------------------
 
-STARTED='' # set when the hosts' launches begin
+STARTED=''  # set when the hosts' launches begin
 ASKED_AT='' # when the first signal came, in seconds
 KILLED=''   # set when the ranks are ended without saving
 END_AT=''   # when the hosts that are left are ended
