@@ -332,8 +332,8 @@ _TAKEN = frozenset("""
     pkg_resources hatchling typing_extensions google grpc markdown werkzeug absl packaging sympy
     networkx jinja2 fsspec filelock mpmath transformers datasets accelerate deepspeed lightning
     nvidia cuda matplotlib requests click rich black mypy ruff isympy jax keras cookiecutter
-    scaffold train evaluate export prepare config test tests launch preflight runs data build dist
-    conftest
+    scaffold train evaluate export prepare config test tests launch preflight preflight_node
+    preflight_rank runs data build dist conftest
     """.split())
 _DEVICES = {"con", "prn", "aux", "nul"} | {f"{d}{i}" for d in ("com", "lpt") for i in range(1, 10)}
 

@@ -29,10 +29,10 @@ def require(*tools: str) -> None:
     """Skips the test where a tool is missing; fails it where `.ci/run` has promised them all."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     if missing := [tool for tool in tools if not shutil.which(tool, path=path)]:
-        _unavailable(f"not installed: {', '.join(missing)}")
+        unavailable(f"not installed: {', '.join(missing)}")
 
 
-def _unavailable(why: str) -> None:
+def unavailable(why: str) -> None:
     if os.environ.get("SCAFFOLD_TEST_SERVICES") == "required":
         pytest.fail(why)
     pytest.skip(why)
@@ -169,7 +169,7 @@ class Hosts:
         while not (below := launches.descendants(self.holders[i].pid)):
             if self.holders[i].poll() is not None:
                 assert self.holders[i].stderr
-                _unavailable(f"no namespaces here: {self.holders[i].stderr.read().strip()}")
+                unavailable(f"no namespaces here: {self.holders[i].stderr.read().strip()}")
             assert time.monotonic() < end
             time.sleep(0.01)
         self.pids[i] = below[0]
@@ -189,7 +189,7 @@ class Hosts:
         ):
             done = self.run(i, setup)
             if done.returncode:
-                _unavailable(f"no hosts here: {' '.join(map(str, setup))}: {done.stderr.strip()}")
+                unavailable(f"no hosts here: {' '.join(map(str, setup))}: {done.stderr.strip()}")
 
     def _ip(self, i: int, words: str) -> None:
         # From this machine's processes, since the numbers of the hosts' are in its terms.

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from conftest import write_project
-from hosts import Hosts, _unavailable, require
+from hosts import Hosts, require, unavailable
 from launches import environment, eventually
 
 pytestmark = pytest.mark.slow
@@ -500,7 +500,7 @@ def test_a_memory_limit_is_named(project: Path, tmp_path: Path) -> None:
         group.mkdir()
         (group / name).write_text("550000000")
     except OSError as error:
-        _unavailable(f"no memory limit can be set here: {error}")
+        unavailable(f"no memory limit can be set here: {error}")
     try:
         said = alone(project, before=f"echo $$ > {group}/cgroup.procs")
     finally:
