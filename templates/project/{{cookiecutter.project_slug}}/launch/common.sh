@@ -261,7 +261,7 @@ on_signal() { # NAME
     ASKED_AT=$SECONDS
     stop_ranks
     say "SIG$1: the ranks finish their step, save and end; a second signal ends them at once"
-  elif [ "$1" = QUIT ] || [ -z "${PREEMPTED_STATUS:-}" ] && [ $((SECONDS - ASKED_AT)) -ge 2 ]; then
+  elif [ "$1" = QUIT ] || { [ -z "${PREEMPTED_STATUS:-}" ] && [ $((SECONDS - ASKED_AT)) -ge 2 ]; }; then
     # Sooner it is the same signal, come by two ways: timeout(1) sends it twice. And a scheduler, for which
     # a launch that saved ends well, ends it itself when its patience is over.
     KILLED=1
