@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -257,6 +259,24 @@ def test_a_launcher_on_the_node_reads_what_came_of_it(
         launch.communicate(timeout=10)
     assert launch.returncode == 0
     assert (control / "preempted").exists()
+
+
+def test_under_a_scheduler_a_second_signal_takes_nothing_from_the_time_to_save(
+    project: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Slurm sends TERM once more and then waits: it ends the job itself when that is over."""
+    env = environment | {"STUB": "deaf", "SCAFFOLD_CONTROL": str(tmp_path / "control")}
+    with started(project / "launch" / "local.sh", env | {"PREEMPTED_STATUS": "0"}) as launch:
+        while not Path(environment["OUT"], "workers").exists():
+            assert launch.poll() is None
+        launch.terminate()
+        time.sleep(2.5)
+        launch.terminate()
+        time.sleep(0.5)
+        assert launch.poll() is None
+        launch.send_signal(signal.SIGQUIT)
+        _, errors = launch.communicate(timeout=10)
+    assert errors.splitlines()[-1].startswith("launch: ended at once, without saving")
 
 
 # --- the preflight --------------------------------------------------------------------------------
