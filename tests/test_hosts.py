@@ -60,7 +60,9 @@ def nodes(
     processes = []
     try:
         for rank, i in enumerate(on):
-            env = {name: str(value) for name, value in {**given, "NODE_RANK": rank}.items()}
+            # A host that is killed leaves its temporary files.
+            given |= {"NODE_RANK": rank, "TMPDIR": project.parent}
+            env = {name: str(value) for name, value in given.items()}
             command = ["bash", project / "launch" / "node.sh", *options]
             processes.append(hosts.start(i, command, env=launches.environment(**env), cwd="/"))
         yield processes

@@ -77,7 +77,8 @@ class Place:
     """A project, a stand-in for it, and a folder for what its ranks say."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.out = folder, folder / "out"
+        self.folder, self.out, self.temporary = folder, folder / "out", folder / "tmp"
+        self.temporary.mkdir()
         self.project = folder / "Jörg's $HOME & 数据" / "demo"
         write_project(self.project, model="mlp", precision="fp32", launcher=["mpirun"])
         self.stub = folder / "è stub"
@@ -86,7 +87,8 @@ class Place:
         (self.stub / "launch" / "preflight.py").write_text(TRAIN.replace("RANK", "NODE_RANK"))
 
     def env(self, mpi: str, **more: Any) -> dict[str, str]:
-        given = {"MPIRUN": mpi, "OUT": self.out, "PASS_ENV": "OUT", **more}
+        given = {"MPIRUN": mpi, "OUT": self.out, "PASS_ENV": "OUT TMPDIR", **more}
+        given["TMPDIR"] = self.temporary
         return launches.environment(**ROOT) | {k: str(v) for k, v in given.items()}
 
     def command(self, *options: str, stub: bool = True) -> list[str]:
@@ -119,6 +121,7 @@ class Place:
                 os.kill(child, signal.SIGKILL)
             raise
         assert eventually(self.is_idle, 10)
+        assert eventually(lambda: not list(self.temporary.glob("launch.*")), 10)
         return Launch(process.returncode, out, err, 0)
 
     def launch(self, mpi: str, *options: str, **more: Any) -> Launch:
@@ -248,6 +251,7 @@ def test_a_killed_launcher_leaves_nothing_behind(place: Place, mpi: str) -> None
         assert eventually(place.is_idle, 20)
     assert (place.out / "0.saved").exists()
     assert (place.out / "1.saved").exists()
+    assert eventually(lambda: not list(place.temporary.glob("launch.*")), 10)
 
 
 # --- mistakes -------------------------------------------------------------------------------------

@@ -33,7 +33,11 @@ leave_mpi() { # STATUS
   case $1 in 0 | 75) ;; *) [ -z "${PMI_FD:-}" ] || echo "cmd=abort exitcode=$1" >&"$PMI_FD" || true ;; esac
 }
 
-[ -z "$rank" ] || trap 'leave_mpi $?' EXIT
+if [ -n "$rank" ]; then
+  trap 'leave_mpi $?' EXIT
+  # With the launch's files, where they are on this host: they go even if this rank is killed.
+  [ ! -d "${SCAFFOLD_LAUNCH:-}" ] || SCAFFOLD_CONTROL=$SCAFFOLD_LAUNCH/$rank
+fi
 # shellcheck source=/dev/null
 . "$PROJECT_DIR/launch/common.sh"
 [ -z "$rank" ] || trap 'leave_mpi $?' EXIT
@@ -208,10 +212,12 @@ else
   master=$(find_master "${hosts[@]}") # where it fails it has said why
 fi
 : "${MASTER_ADDR:=${master% *}}" "${MASTER_PORT:=${master#* }}"
+SCAFFOLD_LAUNCH=$SCAFFOLD_CONTROL
 PYTHON=${own_python:+$PYTHON} # else each host finds its own
 # The rest stands in the files that the hosts have.
-names="NNODES GPUS_PER_NODE NPROC_PER_NODE MASTER_ADDR MASTER_PORT BACKEND NETWORK_INTERFACE SCAFFOLD_LOOKED NODE_WAIT
-  SITE OFFLINE PREFLIGHT PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES ${!NCCL_@} ${!GLOO_@} ${!TORCH_@} $PASS_ENV"
+names="NNODES GPUS_PER_NODE NPROC_PER_NODE MASTER_ADDR MASTER_PORT BACKEND NETWORK_INTERFACE NODE_WAIT
+  SCAFFOLD_LAUNCH SCAFFOLD_LOOKED SITE OFFLINE PREFLIGHT PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES
+  ${!NCCL_@} ${!GLOO_@} ${!TORCH_@} $PASS_ENV"
 
 total=$((NNODES * NPROC_PER_NODE)) places=$(printf "%s:$NPROC_PER_NODE," "${hosts[@]}")
 case $version in
@@ -259,10 +265,11 @@ reader=$!
   while kill -0 $$; do sleep 1; done
   kill -s USR1 "$AGENT"
   for ((i = 0; i < 120; i++)); do
-    kill -0 "$AGENT" || exit
+    kill -0 "$AGENT" || break
     sleep 1
   done
   kill_ranks
+  rm -rf "$SCAFFOLD_CONTROL"
 ) >/dev/null 2>&1 &
 watch=$!
 disown "$watch"
