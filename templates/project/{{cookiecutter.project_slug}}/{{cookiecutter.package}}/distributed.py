@@ -287,4 +287,7 @@ def is_peer_failure(error: Exception) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:300]
+    text = (str(error).splitlines() or [""])[0][:300]
+    if "connectFullMesh" in text:
+        text += " (the ranks met, but cannot reach each other: are all ports between the nodes open?)"
+    return text
