@@ -76,6 +76,7 @@ class Run:
                     logs.mkdir(parents=True, exist_ok=True)
                     if distributed.RANK == 0:
                         self.lock.acquire()
+                        (logs / "error.txt").unlink(missing_ok=True)  # of an earlier launch
                         probe.touch()
                     log_file = logs / f"rank_{distributed.RANK}.log"
                     to_file = logging.FileHandler(log_file, encoding="utf-8")
@@ -90,6 +91,9 @@ class Run:
         logging.raiseExceptions = False  # a full disk is told once, not with each line of the log
         if distributed.RANK == 0:
             probe.unlink(missing_ok=True)
+        distributed.error_file = logs / "error.txt"
+        if CONTROL and distributed.LOCAL_RANK == 0:
+            (CONTROL / "run").write_text(str(self.folder.resolve()), encoding="utf-8")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -123,7 +127,7 @@ class Lock:
         ours = self.path.with_name(f"lock.{os.getpid()}")
         ours.write_text(json.dumps(self.me), encoding="utf-8")
         try:
-            if self.path.exists() and self._is_dead(self._owner()):
+            if self.path.exists() and self._is_dead(self._owner(), ours):
                 self.path.unlink(missing_ok=True)
             try:
                 os.link(ours, self.path)  # of two launches at once only one succeeds
@@ -145,13 +149,20 @@ class Lock:
             return unknown | json.loads(self.path.read_text(encoding="utf-8"))
         return unknown
 
-    def _is_dead(self, owner: dict[str, Any]) -> bool:
+    def _is_dead(self, owner: dict[str, Any], ours: Path) -> bool:
         if all(owner[key] == self.me[key] for key in ("host", "space")):
             return _started(owner["pid"]) != owner["started"]
         if owner["launch"] and owner["launch"] == self.me["launch"]:
             return True
+        # By its heartbeat, on the disk's clock, since those of two hosts may differ.
         with contextlib.suppress(FileNotFoundError):
-            return time.time() - self.path.stat().st_mtime > 6 * HEARTBEAT
+            last = _touched(self.path)
+            while _touched(self.path) == last:
+                os.utime(ours)
+                if _touched(ours) - last > 6 * HEARTBEAT:
+                    return True
+                time.sleep(0.5)
+            return False
         return True
 
     def _beat(self) -> None:
@@ -163,6 +174,12 @@ class Lock:
         self.stopped.set()
         if self._owner() == self.me:
             self.path.unlink(missing_ok=True)
+
+
+def _touched(path: Path) -> float:
+    """When the file was last written; opened, because a shared disk may answer from memory else."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def _started(pid: int) -> str:

@@ -1,9 +1,11 @@
 # shellcheck shell=bash
-# What local.sh and node.sh share: they source it. Runs under Bash 3.2 too, the one of macOS.
+# What the scripts that start Python on a node share: they source it. It takes the options of the
+# launch (--site NAME, --preflight) from theirs. Runs under Bash 3.2 too, the one of macOS.
 #
 # torchrun passes on neither a signal nor an exit status unharmed, so this script and the ranks
-# talk through a folder of the launch's own, $SCAFFOLD_CONTROL:
+# talk through a folder of the node's own, $SCAFFOLD_CONTROL:
 #     stop        made here on the first signal; the ranks look for it once a step
+#     run         written by the ranks: the run's folder
 #     preempted   made by the ranks when their checkpoint is saved: the launch exits 75
 #     error       written by a rank that failed: why; printed last, the launch exits 1
 
@@ -18,28 +20,38 @@ whole_number() { # NAME VALUE LEAST: ends the launch unless VALUE is a whole num
   die "$1 must be a whole number, at least $3; it is '$2'"
 }
 
-find_python() { # sets PYTHON: its own value, the active environment's, the project's, or python3
-  local conda=${CONDA_PREFIX:-} environment
-  if [ -n "${PYTHON:-}" ]; then
+# Sets PYTHON: its own value, the active environment's, the project's, or python3; and INTERPRETER, the
+# command that starts it, in a container where there is one.
+find_python() {
+  local environment conda
+  set +u # what environments are activated by seldom bears it
+  activate || die "activate() of $SITE_FILE failed"
+  set -u
+  if [ -n "${CONTAINER[*]:-}" ]; then
+    command -v "${CONTAINER[0]}" >/dev/null || die "CONTAINER of $SITE_FILE: ${CONTAINER[0]} cannot be run"
+    INTERPRETER=("${CONTAINER[@]}" "${PYTHON:=python3}")
+    return
+  elif [ -n "${PYTHON:-}" ]; then
     case $PYTHON in /*) ;; */*) PYTHON=$PWD/$PYTHON ;; esac
     command -v "$PYTHON" >/dev/null || die "PYTHON=$PYTHON cannot be run"
-    return
+  else
+    conda=${CONDA_PREFIX:-}
+    # conda's "base" is active in every shell, so it tells nothing about what was chosen.
+    [ "${CONDA_DEFAULT_ENV:-}" != base ] || conda=''
+    for environment in "${VIRTUAL_ENV:-}" "$conda" "$PROJECT_DIR/.venv"; do
+      [ -n "${PYTHON:-}" ] || [ -z "$environment" ] || [ ! -x "$environment/bin/python" ] ||
+        PYTHON=$environment/bin/python
+    done
+    : "${PYTHON:=$(command -v python3)}"
+    [ -n "$PYTHON" ] || die "no python3 found: activate an environment, or set PYTHON"
   fi
-  # conda's "base" is active in every shell, so it tells nothing about what was chosen.
-  [ "${CONDA_DEFAULT_ENV:-}" != base ] || conda=''
-  for environment in "${VIRTUAL_ENV:-}" "$conda" "$PROJECT_DIR/.venv"; do
-    if [ -n "$environment" ] && [ -x "$environment/bin/python" ]; then
-      PYTHON=$environment/bin/python
-      return
-    fi
-  done
-  PYTHON=$(command -v python3) || die "no python3 found: activate an environment, or set PYTHON"
+  INTERPRETER=("$PYTHON")
 }
 
 # Prints "GPUS CORES TORCH HIDDEN": the GPUs that torch sees, the cores that this process may use,
 # torch's version, and 1 where there are NVIDIA GPUs that torch does not see.
 look_at_machine() {
-  PYTHONSAFEPATH=1 "$PYTHON" - "$BACKEND" "$PROJECT_DIR" <<'PYTHON_CODE'
+  PYTHONSAFEPATH=1 "${INTERPRETER[@]}" - "$BACKEND" "$PROJECT_DIR" <<'PYTHON_CODE'
 import sys
 
 backend, project = sys.argv[1:]
@@ -86,6 +98,9 @@ choose_ranks() { # sets NPROC_PER_NODE, and BACKEND where there are no GPUs to u
   if [ "$gpus" -gt 0 ]; then
     [ "${NPROC_PER_NODE:-0}" -le "$gpus" ] ||
       die "NPROC_PER_NODE=$NPROC_PER_NODE, but torch sees $gpus GPU(s): use at most $gpus, or BACKEND=gloo"
+    # A node that quietly took fewer GPUs than the others would hold them all back.
+    [ "$wanted" -le "$gpus" ] || [ "$NNODES" = 1 ] || [ -n "${NPROC_PER_NODE:-}" ] ||
+      die "torch sees $gpus GPU(s) on $(hostname), not $wanted: set GPUS_PER_NODE=$gpus on every node, or look at the node"
     [ "$wanted" -le "$gpus" ] || wanted=$gpus
   else
     [ "$wanted" -le "$cores" ] || wanted=$cores
@@ -97,7 +112,7 @@ choose_ranks() { # sets NPROC_PER_NODE, and BACKEND where there are no GPUs to u
       say "WARNING: there are NVIDIA GPUs here, but torch $torch sees none: look at the driver," \
         "CUDA_VISIBLE_DEVICES, and whether this torch was built for CUDA"
     # A node that quietly took gloo would leave the others waiting for it in nccl.
-    if [ "$NNODES" -gt 1 ] && [ "$hidden$BACKEND" != 0auto ]; then
+    if [ "$NNODES" != 1 ] && [ "$hidden$BACKEND" != 0auto ]; then
       die "no GPU on this node: set BACKEND=gloo on every node to train on CPUs"
     fi
     say "no GPU found: training on the CPU with gloo (GPUS_PER_NODE=$GPUS_PER_NODE, $cores core(s)," \
@@ -110,6 +125,123 @@ choose_ranks() { # sets NPROC_PER_NODE, and BACKEND where there are no GPUs to u
   export BACKEND OMP_NUM_THREADS
   say "$NPROC_PER_NODE rank(s) here, backend $BACKEND, $OMP_NUM_THREADS thread(s) each;" \
     "torch $torch of $PYTHON"
+}
+
+# --- the network --------------------------------------------------------------------------------
+
+# Fails where torch would hang. Prints the interface that leads to node 0 and its address, and a 1
+# where nccl would not find it by itself: where this host's name stands for a loopback address.
+check_network() {
+  "${INTERPRETER[@]}" - "$MASTER_ADDR" "$MASTER_PORT" "$NODE_RANK" "${NNODES#*:}" "$NETWORK_INTERFACE" \
+    "${SCAFFOLD_ALLOW_LOOPBACK:-}" "${KUBERNETES_SERVICE_HOST:+$NODE_WAIT}" <<'PYTHON_CODE'
+import errno, fcntl, ipaddress, signal, socket, struct, sys, time
+
+host, port, rank, nodes, chosen, allow_loopback, patience = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def fail(message):
+    sys.exit(f"launch: {message}")
+
+
+def is_loopback(name):
+    return ipaddress.ip_address(socket.getaddrinfo(name, None)[0][4][0].split("%")[0]).is_loopback
+
+
+def address_of(interface):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            reply = fcntl.ioctl(probe, 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR
+        except OSError:
+            return ""  # it has none
+    return socket.inet_ntoa(reply[20:24])
+
+
+end, told = time.monotonic() + float(patience or 0), False
+while True:  # in Kubernetes the name of a pod appears when the pod does
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        break
+    except OSError as error:
+        if time.monotonic() >= end:
+            fail(f"MASTER_ADDR={host} cannot be resolved here ({error.strerror}): give node 0's address")
+    if not told:
+        print(f"launch: waiting for the name {host} to appear", file=sys.stderr)
+        told = True
+    time.sleep(1)
+if int(nodes) > 1 and is_loopback(host) and allow_loopback != "1":
+    fail(f"MASTER_ADDR={host} is {address[0]} here, this machine itself: give the address of node 0"
+         " that the other nodes reach (SCAFFOLD_ALLOW_LOOPBACK=1 if all of them are on this machine)")
+if rank == "0":
+    with socket.socket(family) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("", int(port)))
+            server.listen()
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            fail(f"port {port} of this machine " + ("is taken: end the process that has it, or set"
+                 if taken else f"cannot be used ({error.strerror}): set") + " another MASTER_PORT on every node")
+
+interfaces = [name for _, name in socket.if_nameindex()]
+if chosen:
+    for name in chosen.split(","):
+        if name not in interfaces:
+            fail(f"NETWORK_INTERFACE={name} is not on this machine, which has: {' '.join(interfaces)}")
+    print(chosen, address_of(chosen.split(",")[0]) or "-", 1)
+    sys.exit()
+if int(nodes) > 1 and sys.platform == "linux" and family == socket.AF_INET:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address)  # sends nothing; the kernel picks the address to send from
+        except OSError as error:
+            fail(f"no way from here to MASTER_ADDR={host}: {error.strerror}")
+        own = probe.getsockname()[0]
+    try:
+        nameless = is_loopback(socket.gethostname())
+    except OSError:
+        nameless = True  # a name without an address serves no better
+    for name in interfaces:
+        if address_of(name) == own:
+            print(name, own, int(nameless))
+            break
+PYTHON_CODE
+}
+
+choose_interface() { # sets those of gloo and nccl, and own_address
+  local network interface nameless
+  network=$(check_network) # where it fails it has said why
+  # shellcheck disable=SC2034 # node.sh uses own_address
+  read -r interface own_address nameless <<<"$network"
+  [ -n "$interface" ] || return 0
+  export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
+  [ "$nameless" = 0 ] || export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$interface}"
+}
+
+# Waits until node 0 answers, and says why it does not: torch would be silent for minutes.
+await_node_0() {
+  exec "${INTERPRETER[@]}" - "$MASTER_ADDR" "$MASTER_PORT" "$NODE_WAIT" <<'PYTHON_CODE'
+import socket, sys, time
+
+host, port, limit = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+end, told = time.monotonic() + limit, None
+while True:
+    try:
+        socket.create_connection((host, port), timeout=3).close()
+        break
+    except ConnectionRefusedError:
+        reason = "refused: nothing listens there, is node 0 started?"
+    except TimeoutError:
+        reason = "no answer: a firewall, or the wrong address?"
+    except OSError as error:
+        reason = error.strerror
+    if time.monotonic() > end:
+        sys.exit(f"launch: gave up on node 0 at {host}:{port} after {limit:.0f} s: {reason}")
+    if reason != told:
+        print(f"launch: waiting for node 0 at {host}:{port} ({reason})", file=sys.stderr)
+        told = reason
+    time.sleep(1)
+PYTHON_CODE
 }
 
 # --- signals ------------------------------------------------------------------------------------
@@ -127,13 +259,17 @@ on_signal() { # NAME
     die "ended by SIG$1 before training began"
   elif [ "$1" != QUIT ] && [ -z "$ASKED_AT" ]; then
     ASKED_AT=$SECONDS
-    : >"$SCAFFOLD_CONTROL/stop"
+    stop_ranks
     say "SIG$1: the ranks finish their step, save and end; a second signal ends them at once"
-  elif [ "$1" = QUIT ] || [ $((SECONDS - ASKED_AT)) -ge 2 ]; then
-    KILLED=1 # sooner it is the same signal, come by two ways: timeout(1) sends it twice
+  elif [ "$1" = QUIT ] || { [ -z "${PREEMPTED_STATUS:-}" ] && [ $((SECONDS - ASKED_AT)) -ge 2 ]; }; then
+    # Sooner it is the same signal, come by two ways: timeout(1) sends it twice. And a scheduler, for which
+    # a launch that saved ends well, ends it itself when its patience is over.
+    KILLED=1
     kill_ranks
   fi
 }
+
+stop_ranks() { : >"$SCAFFOLD_CONTROL/stop"; }
 
 kill_ranks() {
   local worker
@@ -162,10 +298,19 @@ finish() { # PID: its exit status once it has ended, whatever signals come meanw
 launch() { # TRAIN.PY OPTIONS...; torchrun's options are in RENDEZVOUS. Ends the script.
   local status=0 option
   for option in "$@"; do
-    case $option in -h | --help) env -u SCAFFOLD_CONTROL "$PYTHON" train.py --help && exit ;; esac
+    case $option in -h | --help) env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" train.py --help && exit ;; esac
   done
+  case ${PREFLIGHT:-0} in
+    0 | '') ;;
+    *) # one process a node: it looks at the network before any rank could hang on it
+      export NNODES GPUS_PER_NODE NPROC_PER_NODE NODE_RANK MASTER_ADDR MASTER_PORT NETWORK_INTERFACE
+      "${INTERPRETER[@]}" launch/preflight.py "$@" &
+      finish $! || status=$?
+      exit "$status"
+      ;;
+  esac
   if [ -f prepare.py ]; then # before any rank, so that none waits for another's preparing
-    env -u SCAFFOLD_CONTROL "$PYTHON" prepare.py "$@" & # it says itself what is wrong
+    env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" prepare.py "$@" & # it says itself what is wrong
     finish $! || status=$?
     [ "$status" -le 128 ] || die "prepare.py was killed by signal $((status - 128))"
     [ "$status" -eq 0 ] || exit 1
@@ -175,7 +320,7 @@ launch() { # TRAIN.PY OPTIONS...; torchrun's options are in RENDEZVOUS. Ends the
     # The ranks' own handlers and the file "stop" end a run well; torchrun must not end first.
     trap '' HUP INT TERM USR1
     # The lone -- keeps torchrun from reading train.py's options as abbreviations of its own.
-    exec "$PYTHON" -m torch.distributed.run "${RENDEZVOUS[@]}" \
+    exec "${INTERPRETER[@]}" -m torch.distributed.run "${RENDEZVOUS[@]}" \
       --nproc-per-node="$NPROC_PER_NODE" --max-restarts="$MAX_RESTARTS" \
       --signals-to-handle=SIGQUIT --shutdown-timeout=5 --log-dir="$SCAFFOLD_CONTROL/logs" \
       -- train.py "$@"
@@ -189,8 +334,10 @@ launch() { # TRAIN.PY OPTIONS...; torchrun's options are in RENDEZVOUS. Ends the
     cat "$SCAFFOLD_CONTROL/error" >&2
     exit 1
   elif [ -e "$SCAFFOLD_CONTROL/preempted" ]; then
-    say "stopped after saving a checkpoint, exit status 75"
-    exit 75
+    say "stopped after saving a checkpoint, exit status ${PREEMPTED_STATUS:=75}"
+    exit "$PREEMPTED_STATUS"
+  elif [ "$status" -ne 0 ] && [ "$NNODES" != 1 ] && [ ! -e "$SCAFFOLD_CONTROL/run" ]; then
+    die "failed before the ranks had met: have all $NNODES nodes started, with numbers of their own? A rank may have said more above"
   elif [ "$status" -ne 0 ]; then
     die "failed: the report above names the rank (exitcode -9 is often memory run out)"
   fi
@@ -206,13 +353,46 @@ trap 'on_signal QUIT' QUIT
 trap 'on_signal TERM' TERM
 trap 'on_signal USR1' USR1
 
+options=() # of train.py
+while [ $# -gt 0 ]; do
+  case $1 in
+    --site) [ $# -gt 1 ] || die "--site needs a name"; SITE=$2; shift ;;
+    --site=*) SITE=${1#*=} ;;
+    --preflight) PREFLIGHT=1 ;;
+    *) options+=("$1") ;;
+  esac
+  shift
+done
+set -- ${options[@]+"${options[@]}"}
+
 PROJECT_DIR=$(CDPATH='' cd -- "$PROJECT_DIR" && pwd -P)
 [ -f "$PROJECT_DIR/train.py" ] || die "no train.py in $PROJECT_DIR"
+case ${SITE:=} in *[!A-Za-z0-9_-]*) die "SITE must be a name of letters, digits, - and _; it is '$SITE'" ;; esac
+SITE_FILE=launch/site${SITE:+.$SITE}.env
+activate() { :; }
+if [ -f "$PROJECT_DIR/$SITE_FILE" ]; then
+  set +eu # it is the person's
+  # shellcheck source=/dev/null
+  . "$PROJECT_DIR/$SITE_FILE"
+  set -eu
+elif [ -n "$SITE" ]; then
+  die "no $SITE_FILE in $PROJECT_DIR: copy launch/site.env to it"
+fi
 # shellcheck source=/dev/null
 . "$PROJECT_DIR/launch/topology.env"
-whole_number NNODES "$NNODES" 1
+case $NNODES in
+  *:*) # MIN:MAX, for node.sh
+    whole_number "the least of NNODES" "${NNODES%%:*}" 1
+    whole_number "the most of NNODES" "${NNODES#*:}" "${NNODES%%:*}"
+    ;;
+  *) whole_number NNODES "$NNODES" 1 ;;
+esac
 whole_number GPUS_PER_NODE "$GPUS_PER_NODE" 1
 [ -z "${NPROC_PER_NODE:-}" ] || whole_number NPROC_PER_NODE "$NPROC_PER_NODE" 1
+if [ -n "$MASTER_PORT" ]; then
+  whole_number MASTER_PORT "$MASTER_PORT" 1
+  [ "$MASTER_PORT" -le 65535 ] || die "MASTER_PORT must be at most 65535; it is $MASTER_PORT"
+fi
 case $BACKEND in
   auto | nccl | gloo | mpi) ;;
   *) die "BACKEND must be auto, nccl, gloo or mpi; it is '$BACKEND'" ;;
@@ -221,11 +401,26 @@ esac
 whole_number MAX_RESTARTS "$MAX_RESTARTS" 0
 # Without this a restarted rank may look for its peers where they were before.
 [ "$MAX_RESTARTS" -eq 0 ] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+if [ "${OFFLINE:=0}" = 1 ]; then
+  export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE="${WANDB_MODE:-offline}"
+fi
+# Of another launch that this one may be part of: they would be taken for this one's.
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
 
 find_python # before cd, since PYTHON may be relative
 cd -- "$PROJECT_DIR" || exit 1 # paths in the config are relative to the project
 ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true # data loaders pass many open files around
 
-SCAFFOLD_CONTROL=$(mktemp -d "${TMPDIR:-/tmp}/launch.XXXXXX")
+if [ -n "${SCRATCH:-}" ] && [ ! -e runs ]; then
+  mkdir -p "$SCRATCH/${PROJECT_DIR##*/}/runs" || die "SCRATCH=$SCRATCH cannot be written"
+  ln -s "$SCRATCH/${PROJECT_DIR##*/}/runs" runs 2>/dev/null || [ -e runs ] || # another node was quicker
+    die "runs, a link into SCRATCH=$SCRATCH, cannot be made in $PROJECT_DIR"
+fi
+
+if [ -n "${SCAFFOLD_CONTROL:-}" ]; then # of a launcher that looks into it afterwards
+  mkdir -p "$SCAFFOLD_CONTROL"
+else
+  SCAFFOLD_CONTROL=$(mktemp -d "${TMPDIR:-/tmp}/launch.XXXXXX")
+  trap 'rm -rf "$SCAFFOLD_CONTROL"' EXIT
+fi
 export SCAFFOLD_CONTROL
-trap 'rm -rf "$SCAFFOLD_CONTROL"' EXIT

@@ -87,6 +87,7 @@ class Checkpoints:
             "best": self.candidate if self.candidate.get("step") == step else self.best,
             "config": self.config.to_dict(),
             "code": self.code,
+            "ranks": dist.get_world_size(),
             "torch": torch.__version__,
         }
         tensors, _ = self._tensors()

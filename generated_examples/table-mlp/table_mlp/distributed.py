@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 # torchrun sets these; without it `python train.py` is a run of one rank.
 RANK = int(os.environ.get("RANK", 0))
@@ -21,13 +22,16 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 # A folder that a launch script shares with its ranks, because torchrun passes on neither a signal
-# nor an exit status: `stop` goes in, `preempted` and `error` come out.
+# nor an exit status: `stop` goes in, `run`, `preempted` and `error` come out.
 CONTROL = Path(os.environ["SCAFFOLD_CONTROL"]) if "SCAFFOLD_CONTROL" in os.environ else None
 
 # Whether torchrun or Slurm started this launch again after a failure.
 RESTARTED = any(int(os.environ.get(f"{by}_RESTART_COUNT") or 0) for by in ("TORCHELASTIC", "SLURM"))
 
 PREEMPTED = 75  # EX_TEMPFAIL: try again
+
+# Of the run, once it is this launch's: where the first rank that fails says why.
+error_file: Path | None = None
 
 T = TypeVar("T")
 log = logging.getLogger("train")  # rank 0 speaks; what the others say stands in their log files
@@ -186,7 +190,7 @@ def run(main: Callable[[], int]) -> None:
     log.setLevel(logging.INFO)
     log.addHandler(console)
     try:
-        status = main()
+        status = record(main)()  # so that torchrun's report names the error too
     except UserError as error:
         report(str(error), once=True)
         # All ranks end alike, so to torchrun this is no crash to restart: the script exits 1.
@@ -197,11 +201,12 @@ def run(main: Callable[[], int]) -> None:
             time.sleep(5)  # the rank that failed speaks first
             log.critical("[rank %d] stopped: another rank is gone (%s)", RANK, one_line(error))
             if CONTROL:
-                report(f"rank {RANK} lost the other ranks: {one_line(error)}")
+                report(f"rank {RANK} lost the other ranks: {one_line(error)}", peer=True)
         else:
-            for line in traceback.format_exc().splitlines():
+            details = traceback.format_exc()
+            for line in details.splitlines():
                 log.critical("[rank %d] %s", RANK, line)
-            report(f"rank {RANK} failed: {type(error).__name__}: {one_line(error)}")
+            report(f"rank {RANK} failed: {type(error).__name__}: {one_line(error)}", details)
         leave(1)
     gc.collect()  # a DDP model that is alive at interpreter exit can abort a finished run
     if dist.is_initialized():
@@ -239,17 +244,29 @@ class Unbreakable:
             return method(*arguments)
 
 
-def report(message: str, once: bool = False) -> None:
-    """Leaves the readable cause of a failure with the launch script, or on stderr without one.
+def report(message: str, details: str = "", once: bool = False, peer: bool = False) -> None:
+    """Leaves the cause of a failure with the run and the launch script, or on stderr without one.
 
-    `once`: every rank has the same message, so one a node is enough.
+    `once`: every rank has the same message, so one a node is enough. `peer`: some other rank failed,
+    and what it left with the run, where this node sees that, is the cause.
     """
-    if CONTROL is None:
-        if not once or LOCAL_RANK == 0:
-            print(f"error: {message}", file=sys.stderr)
-        return
-    with contextlib.suppress(FileExistsError), (CONTROL / "error").open("x", encoding="utf-8") as f:
-        f.write(f"error: {message}\n")  # the first to fail is the cause
+    text = f"{details}error: {message}\n"
+    if error_file is not None:
+        with contextlib.suppress(OSError):
+            if peer and error_file.exists():
+                text = error_file.read_text(encoding="utf-8")
+            else:
+                _first(error_file, text)
+    if CONTROL is not None:
+        _first(CONTROL / "error", text)
+    elif not once or LOCAL_RANK == 0:
+        print(f"error: {message}", file=sys.stderr)
+
+
+def _first(path: Path, text: str) -> None:
+    """Writes the file unless it is there: the first to fail is the cause."""
+    with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 def preempted() -> int:
@@ -270,4 +287,9 @@ def is_peer_failure(error: Exception) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:300]
+    text = (str(error).splitlines() or [""])[0][:300]
+    if "connectFullMesh" in text:
+        text += (
+            " (the ranks met, but cannot reach each other: are all ports between the nodes open?)"
+        )
+    return text

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Trains on this machine with all its ranks:   bash launch/local.sh [train.py options]
+#     --preflight    only checks that it would: devices, memory, disk, all-reduce
+#     --site NAME    settings of launch/site.NAME.env in place of launch/site.env
 # From any folder; PROJECT_DIR says where the project is if not beside this script. Exit status:
 # 0 finished, 1 failed, 75 told to stop (Ctrl-C, TERM, HUP, USR1) and saved.
 set -euo pipefail

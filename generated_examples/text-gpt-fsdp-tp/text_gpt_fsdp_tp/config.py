@@ -98,7 +98,7 @@ def load(argv: list[str], file: Path = PROJECT / "config.toml") -> Config:
     if not any(option.split("=")[0] == "--config" for option in argv):
         argv = ["--config", str(file), *argv]
     try:
-        values: Namespace = parser.instantiate_classes(parser.parse_args(argv))
+        values: Namespace = parser.instantiate(parser.parse_args(argv))
     except ArgumentError as error:
         raise UserError(" ".join(str(error).split())) from None
     config = Config(**{name: values[name] for name in sections})

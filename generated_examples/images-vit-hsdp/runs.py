@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Every run at a glance: `python runs.py [FOLDER ...] [--json]`, by default those in runs/.
+
+Needs no torch and no environment: any Python from 3.6 on, as login nodes have it.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+
+COLUMNS = ("run", "state", "step", "eval_loss", "at", "lr", "batch", "ranks", "code", "age")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Lists runs.")
+    parser.add_argument("folders", nargs="*", type=Path, help="runs, or folders of runs")
+    parser.add_argument("--json", action="store_true", help="one JSON list, with numbers")
+    options = parser.parse_args()
+    folders = options.folders or [Path(__file__).resolve().parent / "runs"]
+    found = find(folders)
+    held = held_by_slurm([job for folder in found for job in jobs(folder)])
+    runs = [describe(folder, held) for folder in found]
+    if options.json:
+        print(json.dumps(runs, indent=2))
+    elif not runs:
+        print("no runs in " + ", ".join(map(str, folders)))
+    else:
+        rows = [COLUMNS] + [row(run) for run in runs]
+        widths = [max(len(line[i]) for line in rows) for i in range(len(COLUMNS))]
+        for line in rows:
+            print("  ".join(cell.ljust(widths[i]) for i, cell in enumerate(line)).rstrip())
+
+
+def find(folders: list) -> list:
+    """The runs among these folders and right in them, the last one that wrote something first."""
+    found = []
+    for folder in folders:
+        inside = sorted(folder.iterdir()) if folder.is_dir() else []
+        found += [path for path in [folder, *inside] if is_run(path)]
+    return sorted(found, key=last_sign, reverse=True)
+
+
+def is_run(folder: Path) -> bool:
+    names = ("metrics.jsonl", "checkpoints", "config.toml", "lock")
+    # A project has a config.toml too.
+    written = any((folder / name).exists() for name in names)
+    return (written and not (folder / "train.py").exists()) or bool(jobs(folder))
+
+
+def last_sign(folder: Path) -> float:
+    """When the run last wrote something, in seconds."""
+    times = []
+    for name in ("lock", "metrics.jsonl", "logs/error.txt", "config.toml", "code", "."):
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            pass  # it has none, or it went away just now
+    return max(times or [0.0])
+
+
+def describe(folder: Path, held: set) -> dict:
+    """What is known of a run; what is missing, broken or half-written is None."""
+    checkpoint, config = newest_checkpoint(folder), resolved_config(folder)
+    train = {**config.get("train", {}), **checkpoint.get("config", {}).get("train", {})}
+    train.update(config.get("train", {}))  # the newest launch may have changed it
+    lines = metrics(folder)
+    steps = [line for line in lines if "loss" in line]
+    last = steps[-1] if steps else {"step": checkpoint.get("step", 0)}
+    scores = [line for line in lines if isinstance(line.get("eval_loss"), (int, float))]
+    best = min(scores, key=lambda line: line["eval_loss"]) if scores else {}
+    return {
+        "run": folder.name,
+        "folder": str(folder),
+        "state": state(folder, last["step"], train.get("steps"), held),
+        "step": last["step"],
+        "steps": train.get("steps"),
+        "checkpoint": checkpoint.get("step"),
+        "eval_loss": best.get("eval_loss"),
+        "eval_accuracy": best.get("eval_accuracy"),
+        "at": best.get("step"),
+        "lr": train.get("lr"),
+        "batch": train.get("global_batch_size"),
+        "ranks": checkpoint.get("ranks"),
+        "code": checkpoint.get("code"),
+        "age": time.time() - last_sign(folder),
+    }
+
+
+def state(folder: Path, step: int, steps: object, held: set) -> str:
+    """running, queued, finished, failed, killed (nothing tidied up) or stopped."""
+    try:
+        beat = (folder / "lock").stat().st_mtime  # touched every 10 s
+    except OSError:
+        beat = 0.0
+    if time.time() - beat < 60:
+        return "running"
+    if held.intersection(jobs(folder)):
+        return "queued"
+    if isinstance(steps, int) and step >= steps and (folder / "export").is_dir():
+        return "finished"
+    if (folder / "logs" / "error.txt").exists():
+        return "failed"
+    return "killed" if beat else "stopped"
+
+
+def jobs(folder: Path) -> list:
+    """The Slurm jobs that launch/submit.sh has given the run to: 71, or 71_2 of an array."""
+    texts = [read(path).strip() for path in (folder / "code").glob("*.job")]
+    return [text for text in texts if re.match(r"[0-9]+(_[0-9]+)?$", text)]
+
+
+def held_by_slurm(jobs: list) -> set:
+    """Those of the jobs that Slurm has waiting or running."""
+    command = ["squeue", "--noheader", "--array", "--format=%i", "--jobs=" + ",".join(jobs)]
+    try:
+        answer = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return set()  # no Slurm here, or it has forgotten them
+    return set(answer.decode().split()) if jobs else set()
+
+
+def newest_checkpoint(folder: Path) -> dict:
+    """The record of the newest checkpoint that has one."""
+    for path in sorted(folder.glob("checkpoints/step_*/state.json"), reverse=True):
+        try:
+            record = json.loads(read(path))
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            return record
+    return {}
+
+
+def resolved_config(folder: Path) -> dict:
+    """The run's config.toml by section: the run wrote it, with a JSON value in each line."""
+    sections = {"": {}}  # type: dict
+    section = ""
+    for line in read(folder / "config.toml").splitlines():
+        if line.startswith("["):
+            section = line.strip("[] ")
+            sections[section] = {}
+            continue
+        key, equals, value = line.partition(" = ")
+        try:
+            sections[section][key] = json.loads(value) if equals else None
+        except ValueError:
+            pass  # a person's own TOML; only what was resolved is JSON
+    return sections
+
+
+def metrics(folder: Path) -> list:
+    """The whole lines of metrics.jsonl; the last one may be half-written."""
+    lines = []
+    for text in read(folder / "metrics.jsonl").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def row(run: dict) -> tuple:
+    """The cells of a run's line in the table."""
+    cells = dict(run)
+    cells["step"] = f"{run['step']} of {run['steps'] or '?'}"
+    cells["eval_loss"] = number(run["eval_loss"])
+    if run["eval_accuracy"] is not None:
+        cells["eval_loss"] += f" ({run['eval_accuracy']:.1%})"
+    cells["lr"] = number(run["lr"])
+    cells["code"] = str(run["code"])[:8] if run["code"] else None
+    cells["age"] = age(run["age"])
+    return tuple("-" if cells[name] is None else str(cells[name]) for name in COLUMNS)
+
+
+def number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else "-"
+
+
+def age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+if __name__ == "__main__":
+    main()
