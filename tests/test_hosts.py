@@ -207,4 +207,7 @@ def test_a_firewall_is_told_in_time(project: Path) -> None:
     assert "have all 2 nodes started" in last(zero[1]), zero[1]
     for code, out in met:
         assert code == 1, out
-        assert re.match(r"error: rank [01] failed: .*connectFullMesh.*are all ports between the nodes open", last(out)), out
+        assert re.match(
+            r"error: rank [01] failed: .*connectFullMesh.*are all ports between the nodes open",
+            last(out),
+        ), out
