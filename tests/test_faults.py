@@ -143,7 +143,8 @@ def finish(self):
     saving = self.pending is not None
     done = _finish(self)
     if saving and hook[0]:
-        snapshot()
+        if RANK == 0:  # another rank may be here while rank 0 still removes the checkpoint before
+            snapshot()
         hook[0] = False
     return done
 demo.checkpoint.Checkpoints.save, demo.checkpoint.Checkpoints.finish = save, finish
