@@ -65,7 +65,7 @@ LAUNCHERS = {
     "torchrun": "this machine, and machines where you start a script on each",
     "slurm": "a Slurm cluster: jobs that go on by themselves after their time limit",
     "ssh": "machines that you can log in to, all started from one of them",
-    "mpirun": "where MPI starts programs: Open MPI, MPICH, Intel MPI",
+    "mpirun": "where MPI starts programs: Open MPI, MPICH",
     "kubernetes": "a Kubernetes cluster, with or without Kubeflow",
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hosts import Hosts
 from test_launch_scripts import (
     agent,
     environment,
@@ -213,6 +214,20 @@ def test_a_range_of_nodes_is_an_elastic_run(
     assert asked["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     # One style of rendezvous, never both.
     assert not {"--node-rank", "--master-addr", "--master-port"} & {*names}
+
+
+def test_an_interface_without_an_address_gives_none_to_an_elastic_run(
+    project: Path, node: dict[str, str], environment: dict[str, str]
+) -> None:
+    elastic = {"NNODES": "1:2", "NODE_RANK": "0", "MASTER_ADDR": "10.77.0.1"}
+    with Hosts(1) as hosts:
+        assert hosts.run(1, ["ip", "link", "add", "ib0", "type", "dummy"]).returncode == 0
+        for interface, address in (("eth0", "10.77.0.1"), ("ib0", None)):
+            env = node | elastic | {"NETWORK_INTERFACE": interface}
+            done = hosts.run(1, ["bash", project / "launch" / "node.sh"], env=env)
+            assert done.returncode == 0, done.stderr
+            assert option(environment, "--local-addr") == address
+            assert agent(environment)["NCCL_SOCKET_IFNAME"] == interface
 
 
 @pytest.mark.parametrize(

@@ -129,8 +129,8 @@ choose_ranks() { # sets NPROC_PER_NODE, and BACKEND where there are no GPUs to u
 
 # --- the network --------------------------------------------------------------------------------
 
-# Fails where torch would hang. Prints the interface that leads to node 0 and its address, and a 1
-# where nccl would not find it by itself: where this host's name stands for a loopback address.
+# Fails where torch would hang. Prints the interface that leads to node 0; a 1 where nccl would not find
+# it by itself, as this host's name stands for a loopback address; and the interface's address, if any.
 check_network() {
   "${INTERPRETER[@]}" - "$MASTER_ADDR" "$MASTER_PORT" "$NODE_RANK" "${NNODES#*:}" "$NETWORK_INTERFACE" \
     "${SCAFFOLD_ALLOW_LOOPBACK:-}" "${KUBERNETES_SERVICE_HOST:+$NODE_WAIT}" <<'PYTHON_CODE'
@@ -188,7 +188,7 @@ if chosen:
     for name in chosen.split(","):
         if name not in interfaces:
             fail(f"NETWORK_INTERFACE={name} is not on this machine, which has: {' '.join(interfaces)}")
-    print(chosen, address_of(chosen.split(",")[0]) or "-", 1)
+    print(chosen, 1, address_of(chosen.split(",")[0]))
     sys.exit()
 if int(nodes) > 1 and sys.platform == "linux" and family == socket.AF_INET:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -203,7 +203,7 @@ if int(nodes) > 1 and sys.platform == "linux" and family == socket.AF_INET:
         nameless = True  # a name without an address serves no better
     for name in interfaces:
         if address_of(name) == own:
-            print(name, own, int(nameless))
+            print(name, int(nameless), own)
             break
 PYTHON_CODE
 }
@@ -212,7 +212,7 @@ choose_interface() { # sets those of gloo and nccl, and own_address
   local network interface nameless
   network=$(check_network) # where it fails it has said why
   # shellcheck disable=SC2034 # node.sh uses own_address
-  read -r interface own_address nameless <<<"$network"
+  read -r interface nameless own_address <<<"$network"
   [ -n "$interface" ] || return 0
   export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
   [ "$nameless" = 0 ] || export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$interface}"
