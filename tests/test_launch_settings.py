@@ -221,7 +221,7 @@ def test_an_interface_without_an_address_gives_none_to_an_elastic_run(
 ) -> None:
     elastic = {"NNODES": "1:2", "NODE_RANK": "0", "MASTER_ADDR": "10.77.0.1"}
     with Hosts(1) as hosts:
-        assert hosts.run(1, ["ip", "link", "add", "ib0", "type", "dummy"]).returncode == 0
+        assert hosts.run(1, ["ip", "link", "add", "ib0", "type", "bridge"]).returncode == 0
         for interface, address in (("eth0", "10.77.0.1"), ("ib0", None)):
             env = node | elastic | {"NETWORK_INTERFACE": interface}
             done = hosts.run(1, ["bash", project / "launch" / "node.sh"], env=env)
