@@ -61,6 +61,7 @@ SPECS = (
     FileSpec("launch/preflight.py", Owner.TOOL),
     FileSpec("launch/preflight_node.py", Owner.TOOL),
     FileSpec("launch/preflight_rank.py", Owner.TOOL),
+    FileSpec("launch/settings.sh", Owner.TOOL),
     FileSpec("launch/site.env", Owner.ONCE),
     FileSpec("launch/slurm.sbatch", Owner.TOOL, executable=True, when=_with("slurm")),
     FileSpec("launch/ssh.sh", Owner.TOOL, executable=True, when=_with("ssh")),

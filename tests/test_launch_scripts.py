@@ -26,7 +26,7 @@ from scaffold.render import template_dir
 BASH = os.environ.get("SCAFFOLD_TEST_BASH", "bash")
 SOURCE = template_dir() / "{{cookiecutter.project_slug}}" / "launch"
 SCRIPTS = ("local.sh", "node.sh")
-FILES = ("common.sh", *SCRIPTS, "site.env", "topology.env")
+FILES = ("common.sh", *SCRIPTS, "settings.sh", "site.env", "topology.env")
 
 # Trains nothing, but keeps to the contract of train.py with the launch scripts.
 TRAIN = """
@@ -255,7 +255,7 @@ def test_scripts_pass_shellcheck_and_the_parser(tmp_path: Path) -> None:
 
 
 def test_only_the_topology_holds_placeholders() -> None:
-    for name in ("common.sh", *SCRIPTS, "site.env"):
+    for name in {*FILES} - {"topology.env"}:
         text = (SOURCE / name).read_text("utf-8")
         assert not any(marker in text for marker in ("{{", "{%", "{#")), name
 

@@ -20,7 +20,7 @@ from scaffold.render import Tree, render
 
 EVERY = tuple(catalog.LAUNCHERS)
 STARTED = ("local.sh", "node.sh", "slurm.sbatch", "submit.sh", "sweep.sh", "ssh.sh", "mpirun.sh")
-SHELL = (*STARTED, "common.sh", "site.env", "topology.env")
+SHELL = (*STARTED, "common.sh", "settings.sh", "site.env", "topology.env")
 
 
 def topologies() -> Iterator[Tree]:
@@ -159,19 +159,10 @@ HOSTILE = (
 SETTINGS = ("NNODES", "GPUS_PER_NODE", "NPROC_PER_NODE", "MASTER_PORT", "BACKEND", "SITE")
 
 
-def reads(script: str, setting: str) -> bool:
-    return (script, setting) != ("slurm.sbatch", "NNODES")  # the nodes of the job count
-
-
 @pytest.mark.parametrize(
     ("script", "setting"),
     [
-        *(
-            (script, setting)
-            for script in STARTED
-            for setting in SETTINGS
-            if reads(script, setting)
-        ),
+        *((script, setting) for script in STARTED for setting in SETTINGS),
         ("ssh.sh", "PASS_ENV"),
         ("mpirun.sh", "PASS_ENV"),
     ],

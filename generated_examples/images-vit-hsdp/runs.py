@@ -63,19 +63,18 @@ def last_sign(folder: Path) -> float:
 
 def describe(folder: Path, held: set) -> dict:
     """What is known of a run; what is missing, broken or half-written is None."""
-    checkpoint, config = newest_checkpoint(folder), resolved_config(folder)
-    train = {**config.get("train", {}), **checkpoint.get("config", {}).get("train", {})}
-    train.update(config.get("train", {}))  # the newest launch may have changed it
+    checkpoint, train = newest_checkpoint(folder), resolved_config(folder).get("train", {})
     lines = metrics(folder)
     steps = [line for line in lines if "loss" in line]
-    last = steps[-1] if steps else {"step": checkpoint.get("step", 0)}
+    step = steps[-1]["step"] if steps else checkpoint.get("step")
+    step = step if isinstance(step, int) else 0
     scores = [line for line in lines if isinstance(line.get("eval_loss"), (int, float))]
     best = min(scores, key=lambda line: line["eval_loss"]) if scores else {}
     return {
         "run": folder.name,
         "folder": str(folder),
-        "state": state(folder, last["step"], train.get("steps"), held),
-        "step": last["step"],
+        "state": state(folder, step, train.get("steps"), held),
+        "step": step,
         "steps": train.get("steps"),
         "checkpoint": checkpoint.get("step"),
         "eval_loss": best.get("eval_loss"),

@@ -247,8 +247,9 @@ class Unbreakable:
 def report(message: str, details: str = "", once: bool = False, peer: bool = False) -> None:
     """Leaves the cause of a failure with the run and the launch script, or on stderr without one.
 
-    `once`: every rank has the same message, so one a node is enough. `peer`: some other rank failed,
-    and what it left with the run, where this node sees that, is the cause.
+    `details`, a traceback, come before the message. `once`: every rank has the same message, so one a
+    node is enough. `peer`: some other rank failed, and what it left with the run, where this node sees
+    that, is the cause.
     """
     text = f"{details}error: {message}\n"
     if error_file is not None:

@@ -33,7 +33,7 @@ whole_number NODE_WAIT "$NODE_WAIT" 0
   die "NODE_RANK=$NODE_RANK, but with NNODES=$NNODES nodes are numbered 0 to $((most - 1))"
 
 choose_ranks
-case ${PREFLIGHT:-0} in 0 | '') ;; *) launch "$@" ;; esac # it looks for itself, and tells more
+[ "$PREFLIGHT" = 0 ] || launch "$@" # it looks for itself, and tells more
 choose_interface
 say "node $NODE_RANK of $NNODES ($(hostname)); node 0 is at $MASTER_ADDR:$MASTER_PORT"
 if [ "$NODE_RANK" -gt 0 ]; then

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the scripts that start Python on a node share: they source it. It takes the options of the
-# launch (--site NAME, --preflight) from theirs. Runs under Bash 3.2 too, the one of macOS.
+# What the scripts that start Python on a node share: they source it. Runs under Bash 3.2 too, the
+# one of macOS.
 #
 # torchrun passes on neither a signal nor an exit status unharmed, so this script and the ranks
 # talk through a folder of the node's own, $SCAFFOLD_CONTROL:
@@ -9,16 +9,8 @@
 #     preempted   made by the ranks when their checkpoint is saved: the launch exits 75
 #     error       written by a rank that failed: why; printed last, the launch exits 1
 
-say() { printf 'launch: %s\n' "$*" >&2 || true; }
-die() { say "$@"; exit 1; }
-
-whole_number() { # NAME VALUE LEAST: ends the launch unless VALUE is a whole number from LEAST on
-  case $2 in
-    '' | *[!0-9]* | 0?* | ??????????*) ;;
-    *) [ "$2" -lt "$3" ] || return 0 ;;
-  esac
-  die "$1 must be a whole number, at least $3; it is '$2'"
-}
+# shellcheck source=/dev/null
+. "$PROJECT_DIR/launch/settings.sh"
 
 # Sets PYTHON: its own value, the active environment's, the project's, or python3; and INTERPRETER, the
 # command that starts it, in a container where there is one.
@@ -129,8 +121,8 @@ choose_ranks() { # sets NPROC_PER_NODE, and BACKEND where there are no GPUs to u
 
 # --- the network --------------------------------------------------------------------------------
 
-# Fails where torch would hang. Prints the interface that leads to node 0 and its address, and a 1
-# where nccl would not find it by itself: where this host's name stands for a loopback address.
+# Fails where torch would hang. Prints the interface that leads to node 0; a 1 where nccl would not find
+# it by itself, as this host's name stands for a loopback address; and the interface's address, if any.
 check_network() {
   "${INTERPRETER[@]}" - "$MASTER_ADDR" "$MASTER_PORT" "$NODE_RANK" "${NNODES#*:}" "$NETWORK_INTERFACE" \
     "${SCAFFOLD_ALLOW_LOOPBACK:-}" "${KUBERNETES_SERVICE_HOST:+$NODE_WAIT}" <<'PYTHON_CODE'
@@ -188,7 +180,7 @@ if chosen:
     for name in chosen.split(","):
         if name not in interfaces:
             fail(f"NETWORK_INTERFACE={name} is not on this machine, which has: {' '.join(interfaces)}")
-    print(chosen, address_of(chosen.split(",")[0]) or "-", 1)
+    print(chosen, 1, address_of(chosen.split(",")[0]))
     sys.exit()
 if int(nodes) > 1 and sys.platform == "linux" and family == socket.AF_INET:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -203,7 +195,7 @@ if int(nodes) > 1 and sys.platform == "linux" and family == socket.AF_INET:
         nameless = True  # a name without an address serves no better
     for name in interfaces:
         if address_of(name) == own:
-            print(name, own, int(nameless))
+            print(name, int(nameless), own)
             break
 PYTHON_CODE
 }
@@ -212,7 +204,7 @@ choose_interface() { # sets those of gloo and nccl, and own_address
   local network interface nameless
   network=$(check_network) # where it fails it has said why
   # shellcheck disable=SC2034 # node.sh uses own_address
-  read -r interface own_address nameless <<<"$network"
+  read -r interface nameless own_address <<<"$network"
   [ -n "$interface" ] || return 0
   export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
   [ "$nameless" = 0 ] || export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$interface}"
@@ -300,15 +292,12 @@ launch() { # TRAIN.PY OPTIONS...; torchrun's options are in RENDEZVOUS. Ends the
   for option in "$@"; do
     case $option in -h | --help) env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" train.py --help && exit ;; esac
   done
-  case ${PREFLIGHT:-0} in
-    0 | '') ;;
-    *) # one process a node: it looks at the network before any rank could hang on it
-      export NNODES GPUS_PER_NODE NPROC_PER_NODE NODE_RANK MASTER_ADDR MASTER_PORT NETWORK_INTERFACE
-      "${INTERPRETER[@]}" launch/preflight.py "$@" &
-      finish $! || status=$?
-      exit "$status"
-      ;;
-  esac
+  if [ "$PREFLIGHT" != 0 ]; then # one process a node: it looks at the network before any rank could hang on it
+    export NNODES GPUS_PER_NODE NPROC_PER_NODE NODE_RANK MASTER_ADDR MASTER_PORT NETWORK_INTERFACE
+    "${INTERPRETER[@]}" launch/preflight.py "$@" &
+    finish $! || status=$?
+    exit "$status"
+  fi
   if [ -f prepare.py ]; then # before any rank, so that none waits for another's preparing
     env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" prepare.py "$@" & # it says itself what is wrong
     finish $! || status=$?
@@ -353,50 +342,6 @@ trap 'on_signal QUIT' QUIT
 trap 'on_signal TERM' TERM
 trap 'on_signal USR1' USR1
 
-options=() # of train.py
-while [ $# -gt 0 ]; do
-  case $1 in
-    --site) [ $# -gt 1 ] || die "--site needs a name"; SITE=$2; shift ;;
-    --site=*) SITE=${1#*=} ;;
-    --preflight) PREFLIGHT=1 ;;
-    *) options+=("$1") ;;
-  esac
-  shift
-done
-set -- ${options[@]+"${options[@]}"}
-
-PROJECT_DIR=$(CDPATH='' cd -- "$PROJECT_DIR" && pwd -P)
-[ -f "$PROJECT_DIR/train.py" ] || die "no train.py in $PROJECT_DIR"
-case ${SITE:=} in *[!A-Za-z0-9_-]*) die "SITE must be a name of letters, digits, - and _; it is '$SITE'" ;; esac
-SITE_FILE=launch/site${SITE:+.$SITE}.env
-activate() { :; }
-if [ -f "$PROJECT_DIR/$SITE_FILE" ]; then
-  set +eu # it is the person's
-  # shellcheck source=/dev/null
-  . "$PROJECT_DIR/$SITE_FILE"
-  set -eu
-elif [ -n "$SITE" ]; then
-  die "no $SITE_FILE in $PROJECT_DIR: copy launch/site.env to it"
-fi
-# shellcheck source=/dev/null
-. "$PROJECT_DIR/launch/topology.env"
-case $NNODES in
-  *:*) # MIN:MAX, for node.sh
-    whole_number "the least of NNODES" "${NNODES%%:*}" 1
-    whole_number "the most of NNODES" "${NNODES#*:}" "${NNODES%%:*}"
-    ;;
-  *) whole_number NNODES "$NNODES" 1 ;;
-esac
-whole_number GPUS_PER_NODE "$GPUS_PER_NODE" 1
-[ -z "${NPROC_PER_NODE:-}" ] || whole_number NPROC_PER_NODE "$NPROC_PER_NODE" 1
-if [ -n "$MASTER_PORT" ]; then
-  whole_number MASTER_PORT "$MASTER_PORT" 1
-  [ "$MASTER_PORT" -le 65535 ] || die "MASTER_PORT must be at most 65535; it is $MASTER_PORT"
-fi
-case $BACKEND in
-  auto | nccl | gloo | mpi) ;;
-  *) die "BACKEND must be auto, nccl, gloo or mpi; it is '$BACKEND'" ;;
-esac
 : "${MAX_RESTARTS:=0}" # times that torchrun starts failed ranks again, from the last checkpoint
 whole_number MAX_RESTARTS "$MAX_RESTARTS" 0
 # Without this a restarted rank may look for its peers where they were before.

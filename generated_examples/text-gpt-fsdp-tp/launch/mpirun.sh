@@ -56,28 +56,24 @@ rank_of_mpi() { # TRAIN.PY OPTIONS...
   [ -n "${MASTER_ADDR:-}" ] || die "MASTER_ADDR is not set: give the address of rank 0's host, which mpirun does not tell"
   job=$(cksum <<<"${PMIX_NAMESPACE:-}${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-}")
   : "${MASTER_PORT:=$((20000 + ${job%% *} % 10000))}" "${NODE_WAIT:=300}"
-  whole_number MASTER_PORT "$MASTER_PORT" 1
   [ -n "${SCAFFOLD_LOOKED:-}" ] || choose_ranks
   export NNODES GPUS_PER_NODE NPROC_PER_NODE NODE_RANK MASTER_ADDR MASTER_PORT NETWORK_INTERFACE
-  case ${PREFLIGHT:-0} in
-    0 | '')
-      NODE_RANK=$rank choose_interface # rank 0 looks whether its port is free
-      if [ "$local_rank" = 0 ]; then
-        if [ -f prepare.py ]; then
-          env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" prepare.py "$@" &
-          finish $! || exit 1
-        fi
-        if [ "$rank" != 0 ]; then
-          await_node_0 &
-          finish $! || exit 1
-        fi
+  if [ "$PREFLIGHT" = 0 ]; then
+    NODE_RANK=$rank choose_interface # rank 0 looks whether its port is free
+    if [ "$local_rank" = 0 ]; then
+      if [ -f prepare.py ]; then
+        env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" prepare.py "$@" &
+        finish $! || exit 1
       fi
-      ;;
-    *)
-      [ "$local_rank" = 0 ] || exit 0 # one process a node
-      program=launch/preflight.py
-      ;;
-  esac
+      if [ "$rank" != 0 ]; then
+        await_node_0 &
+        finish $! || exit 1
+      fi
+    fi
+  else
+    [ "$local_rank" = 0 ] || exit 0 # one process a node
+    program=launch/preflight.py
+  fi
   exec 2>&4 4>&-
 
   # shellcheck disable=SC2329 # common.sh calls it
@@ -238,7 +234,7 @@ case $version in
   *) die "$mpirun is neither Open MPI's nor MPICH's nor Intel MPI's: start mpirun -np $total bash launch/mpirun.sh yourself" ;;
 esac
 
-if [ -f prepare.py ] && [ "${PREFLIGHT:-0}" = 0 ]; then # here, before any rank would wait for it
+if [ -f prepare.py ] && [ "$PREFLIGHT" = 0 ]; then # here, before any rank would wait for it
   env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" prepare.py "$@" & # it says itself what is wrong
   finish $! || exit 1
 fi
@@ -288,5 +284,5 @@ case $status in
     ;;
 esac
 cause=$(cat "$SCAFFOLD_CONTROL/cause")
-[ "${PREFLIGHT:-0}" = 0 ] || die "${cause:-the preflight has failed: see above}"
+[ "$PREFLIGHT" = 0 ] || die "${cause:-the preflight has failed: see above}"
 die "${cause:-$mpirun failed with status $status; what it says stands above}"

@@ -192,49 +192,35 @@ while [ -L "$script" ]; do # macOS has no readlink -f
   case $target in /*) script=$target ;; *) script=$(dirname "$script")/$target ;; esac
 done
 
-options=() # of train.py
-while [ $# -gt 0 ]; do
-  case $1 in
-    --hosts | --site) [ $# -gt 1 ] || die "$1 needs a name" ;;
-  esac
-  case $1 in
-    --hosts) HOSTS_FILE=$2; shift ;;
-    --hosts=*) HOSTS_FILE=${1#*=} ;;
-    --site) SITE=$2; shift ;;
-    --site=*) SITE=${1#*=} ;;
-    --preflight) export PREFLIGHT=1 ;;
-    *) options+=("$1") ;;
-  esac
-  shift
-done
-
 case " ${PASS_ENV:=}" in
   *[!A-Za-z0-9_\ ]* | *\ [0-9]*) die "PASS_ENV must be names of variables; it is '$PASS_ENV'" ;;
 esac
 # The hosts get what the person has set for this launch; the rest stands in the files that they have.
 settings=''
 for name in GPUS_PER_NODE NPROC_PER_NODE BACKEND NETWORK_INTERFACE NODE_WAIT RDZV_CONF MAX_RESTARTS \
-  SITE OFFLINE PREFLIGHT PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES \
+  OFFLINE PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES \
   ${!NCCL_@} ${!GLOO_@} ${!TORCH_@} $PASS_ENV; do
   [ -z "${!name:-}" ] || settings=$settings"export $name=$(quote "${!name}")"$'\n'
 done
 
-case ${HOSTS_FILE:=} in '' | /*) ;; *) HOSTS_FILE=$PWD/$HOSTS_FILE ;; esac
 PROJECT_DIR=$(CDPATH='' cd -- "${PROJECT_DIR:-$(dirname "$script")/..}" && pwd)
+: "${REMOTE_DIR:=$PROJECT_DIR}" # without resolving links, which may differ there
+# shellcheck source=/dev/null
+. "$PROJECT_DIR/launch/settings.sh"
+[ -z "$SITE" ] || settings=$settings"export SITE=$SITE"$'\n'
+[ "$PREFLIGHT" = 0 ] || settings=$settings$'export PREFLIGHT=1\n'
+
+options=() # of train.py
+while [ $# -gt 0 ]; do
+  case $1 in
+    --hosts) [ $# -gt 1 ] || die "--hosts needs a name"; HOSTS_FILE=$2; shift ;;
+    --hosts=*) HOSTS_FILE=${1#*=} ;;
+    *) options+=("$1") ;;
+  esac
+  shift
+done
+case ${HOSTS_FILE:=$PROJECT_DIR/launch/hosts.txt} in /*) ;; *) HOSTS_FILE=$PWD/$HOSTS_FILE ;; esac
 cd -- "$PROJECT_DIR"
-case ${SITE:=} in *[!A-Za-z0-9_-]*) die "SITE must be a name of letters, digits, - and _; it is '$SITE'" ;; esac
-site=launch/site${SITE:+.$SITE}.env
-[ -z "$SITE" ] || [ -f "$site" ] || die "no $site in $PROJECT_DIR: copy launch/site.env to it"
-set +eu # it is the person's
-# shellcheck source=/dev/null
-[ ! -f "$site" ] || . "$site"
-set -eu
-# shellcheck source=/dev/null
-. launch/topology.env
-: "${HOSTS_FILE:=$PROJECT_DIR/launch/hosts.txt}" "${REMOTE_DIR:=$PROJECT_DIR}"
-case $NNODES in # MIN:MAX in an elastic run
-  *[!0-9:]* | :* | *: | *:*:* | 0*) die "NNODES must be a whole number, at least 1, or MIN:MAX; it is '$NNODES'" ;;
-esac
 least=${NNODES%%:*} most=${NNODES#*:}
 
 read -r -a ssh <<<"${SSH:-ssh}"
@@ -280,7 +266,7 @@ exec 9<>"$TEMP/events" # "ready I CODE PORT ADDRESS" and "ended I"
 
 for ((i = 0; i < COUNT; i++)); do
   READY[i]='' STATUS[i]='' PREFIX[i]="[${HOSTS[i]#*@}] "
-  [ "$i${PREFLIGHT:-0}" != 01 ] || PREFIX[i]='' # node 0's table, or its JSON for scripts
+  [ "$i$PREFLIGHT" != 01 ] || PREFIX[i]='' # node 0's table, or its JSON for scripts
   mkfifo "$TEMP/$i"
   set -m # a group of its own: no signal of the terminal, or of timeout(1), ends the connection
   connect "$i" &
@@ -373,7 +359,7 @@ done
 
 [ -z "$KILLED" ] || die "ended at once, without saving: the next launch goes on from the last checkpoint"
 if [ $((COUNT - failures)) -lt "$least" ]; then
-  [ "${PREFLIGHT:-0}" = 0 ] || [ "$(cat "$TEMP/0.status")" = 255 ] || die "the preflight has failed: see above"
+  [ "$PREFLIGHT" = 0 ] || [ "$(cat "$TEMP/0.status")" = 255 ] || die "the preflight has failed: see above"
   for kind in own connection any; do # what other hosts only suffered from comes last
     for i in "${FAILED[@]}"; do
       why=$(cause "$i")

@@ -138,7 +138,7 @@ who_has() { # RUN: the job that has or awaits it, or the process; nothing where 
 list=$(list_runs "$@") # where it fails it has said why
 [ -n "$list" ] || exit 0 # --help of train.py
 mapfile -t runs <<<"$list"
-if [ "${PREFLIGHT:-0}" = 0 ] && [ -z "$array" ]; then # of --array=2,5 the runs' own locks take care
+if [ "$PREFLIGHT" = 0 ] && [ -z "$array" ]; then # of --array=2,5 the runs' own locks take care
   for run in "${runs[@]}"; do
     owner=$(who_has "$run")
     [ -z "$owner" ] || die "$run is taken by $owner: wait, cancel it, or use another --run.name"
@@ -173,7 +173,7 @@ fi
 command+=(${given[@]+"${given[@]}"})
 arguments=() # a sweep's runs have theirs in the copy
 [ -n "$sweep" ] || mapfile -d '' -t arguments <"$SCAFFOLD_CONTROL/runs/1"
-[ "${PREFLIGHT:-0}" = 0 ] || arguments+=(--preflight)
+[ "$PREFLIGHT" = 0 ] || arguments+=(--preflight)
 [ -z "${!SBATCH_*}" ] || export "${!SBATCH_@}"
 submit() { # SBATCH OPTIONS AND ARGUMENTS...
   (cd -- "$from" && PROJECT_DIR=$copy exec env -u SCAFFOLD_CONTROL -u SWEEP_FILE "${command[@]}" "$@")
@@ -230,7 +230,7 @@ if ! job=$(submit "$copy/launch/slurm.sbatch" ${arguments[@]+"${arguments[@]}"})
   exit 1
 fi
 job=${job%%;*}
-if [ "${PREFLIGHT:-0}" = 0 ]; then
+if [ "$PREFLIGHT" = 0 ]; then
   for i in "${!runs[@]}"; do # where the next submit looks for who has the run
     mkdir -p -- "${runs[i]}/code"
     printf '%s\n' "$job${sweep:+_$((i + 1))}" >"${runs[i]}/code/${copy##*/}.job"
