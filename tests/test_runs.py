@@ -27,11 +27,14 @@ def listed(*folders: Path, python: str = sys.executable, env: dict[str, str] | N
         [python, SCRIPT, "--json", *folders], env=env, text=True, capture_output=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    return {run["run"]: run for run in json.loads(done.stdout)}
+    found = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return {run["run"]: run for run in found}
 
 
 def table(*folders: Path) -> list[str]:
-    done = subprocess.run([sys.executable, SCRIPT, *folders], text=True, capture_output=True)
+    env = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
+    argv = [sys.executable, SCRIPT, *folders]
+    done = subprocess.run(argv, env=env, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -79,41 +82,71 @@ def test_each_run_has_its_state_step_score_and_what_it_was_run_with(runs: Path) 
     assert listed(runs)["killed"]["state"] == "running"  # a fresh heartbeat
 
 
-def test_a_run_that_slurm_holds_is_queued(runs: Path, tmp_path: Path) -> None:
+def test_a_run_that_slurm_holds_is_queued_or_starting(runs: Path, tmp_path: Path) -> None:
     job = tmp_path / "waiting" / "code" / "20260101-000000-1.job"
     job.parent.mkdir(parents=True)
     job.write_text("71\n")
     (tmp_path / "bin").mkdir()
     squeue = tmp_path / "bin" / "squeue"
-    squeue.write_text("#!/bin/sh\ncase $* in *--jobs=71*) echo 71;; *) exit 1;; esac\n")
+    squeue.write_text(
+        "#!/bin/sh\necho >>$0.asked\n"
+        "case $* in *--jobs=71) echo 71 PENDING;; *=74) echo 74 RUNNING;; *) exit 1;; esac\n"
+    )
     squeue.chmod(0o755)
     env = os.environ | {"PATH": f"{squeue.parent}:{os.environ['PATH']}"}
-    assert listed(tmp_path / "waiting", env=env)["waiting"]["state"] == "queued"
-    job.write_text("72\n")
-    assert listed(tmp_path / "waiting", env=env)["waiting"]["state"] == "stopped"
+    for number, state in (("71", "queued"), ("72", "stopped"), ("74", "starting")):
+        job.write_text(number + "\n")
+        assert listed(tmp_path / "waiting", env=env)["waiting"]["state"] == state
+    asked = squeue.with_name("squeue.asked")
+    asked.unlink()
+    assert len(listed(runs, env=env)) == 4
+    assert not asked.exists()  # of no job there is nothing to ask
 
 
 def test_broken_and_half_written_files_break_nothing(runs: Path, tmp_path: Path) -> None:
     names = ("metrics.jsonl", "config.toml", "lock", "logs/error.txt", "code/x.job")
-    for number, content in enumerate((b"", b"\xff\xfe", b"[1]\n{", b"[train]\nlr = x\n= 3\n")):
+    no_numbers = (
+        b'{"step": 1, "loss": NaN, "eval_loss": NaN, "code": 3, "ranks": 1%s}\n' % (b"0" * 400),
+        b'{"step": 2, "loss": 1e999, "eval_loss": 0.5, "eval_accuracy": "x"}\n',
+        b"[train]\nlr = NaN\nsteps = [1]\nglobal_batch_size = -Infinity\n",
+    )
+    contents = (b"", b"\xff\xfe", b"[1]\n{", b"[train]\nlr = x\n= 3\n", b"[" * 10**5)
+    for number, content in enumerate((*contents, *no_numbers, b"".join(no_numbers))):
         for name in (*names, "checkpoints/step_00000003/state.json"):
             path = tmp_path / str(number) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+        os.utime(path.parents[2] / "lock", (time.time() + 1000,) * 2)
     (tmp_path / "dangling").symlink_to("nowhere")
+    # A path that cannot be looked at, also by root, whom no permission stops.
+    (tmp_path / "unseen").symlink_to("x" * 300)
+    for name in ("train.py", "lock", "code", "checkpoints", "export", "logs"):
+        path = tmp_path / f"no {name}" / name
+        path.parent.mkdir()
+        path.symlink_to("x" * 300)
+        (path.parent / "metrics.jsonl").write_text('{"step": 9, "loss": 1}\n')
+        (path.parent / "config.toml").write_text("[train]\nsteps = 9\n")
+    os.mkdir(os.fsencode(tmp_path) + b"/\xff\xc3\xa9")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xc3\xa9"), "metrics.jsonl").touch()
     (tmp_path / "a file").touch()
     whole = (runs / "finished" / "metrics.jsonl").read_bytes()
     for cut in range(1, 200, 7):
         folder = tmp_path / f"cut{cut}"
         folder.mkdir()
         (folder / "metrics.jsonl").write_bytes(whole[:-cut])
-    assert len(listed(tmp_path)) == 4 + len(range(1, 200, 7))
-    assert len(table(tmp_path)) == 1 + 4 + len(range(1, 200, 7))
+    here = tmp_path / "0" / "logs" / ".."
+    found, count = listed(here, tmp_path), 9 + 6 + 1 + len(range(1, 200, 7))
+    assert len(found) == count
+    assert len(table(tmp_path)) == 1 + count
+    assert {found[str(number)]["state"] for number in range(9)} == {"failed"}
+    assert (found["8"]["eval_loss"], found["8"]["at"]) == (0.5, 2)
+    assert found["8"]["lr"] is found["8"]["eval_accuracy"] is None
 
 
 def test_no_runs_is_said(tmp_path: Path) -> None:
     assert table(tmp_path) == [f"no runs in {tmp_path}"]
-    assert table(tmp_path / "none") == [f"no runs in {tmp_path / 'none'}"]
+    for name in ("none", "x" * 300):
+        assert table(tmp_path / name) == [f"no runs in {tmp_path / name}"]
 
 
 def works(python: str) -> bool:
