@@ -141,8 +141,12 @@ def test_a_cut_cable_and_a_dead_host_are_told_in_time_and_cost_a_few_steps(
     assert launches.losses(run) == pytest.approx(alone, rel=1e-5)
 
 
-def test_an_elastic_run_goes_on_when_a_host_is_lost(project: Path, alone: dict[int, float]) -> None:
-    run, options = project / "runs" / "elastic", ["--run.name=elastic", *TRAIN]
+def test_an_elastic_run_goes_on_when_a_host_is_lost_and_when_it_comes_back(
+    project: Path, ranks: Ranks
+) -> None:
+    steps = "--train.steps=60"
+    assert ranks.run(project, 1, "--run.name=long", *TRAIN, steps).ok
+    run, options = project / "runs" / "elastic", ["--run.name=elastic", *TRAIN, steps]
     conf = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3"
     with (
         Hosts(2) as hosts,
@@ -150,11 +154,23 @@ def test_an_elastic_run_goes_on_when_a_host_is_lost(project: Path, alone: dict[i
     ):
         assert eventually(lambda: 4 in launches.checkpoints(run), 60)
         hosts.kill(2)
-        code, out = ends(processes[:1])[0]
-    assert code == 0, out
-    for world in (2, 1):
-        assert f"by {world} data-parallel rank(s)" in out
-    assert launches.losses(run) == pytest.approx(alone, rel=1e-5)
+        reached = launches.checkpoints(run)[-1]
+        assert eventually(lambda: launches.checkpoints(run)[-1] > reached + 2, 60)
+        env = launches.environment(
+            NNODES="1:2",
+            NODE_RANK="1",
+            MASTER_ADDR=hosts.address(1),
+            RDZV_CONF=conf,
+            NPROC_PER_NODE="1",
+        )
+        processes.append(
+            hosts.start(2, ["bash", project / "launch" / "node.sh", *options], env=env)
+        )
+        (code, out), _, (other, _) = ends(processes)
+    assert (code, other) == (0, 0), out
+    worlds = re.findall(r"by (\d) data-parallel rank\(s\)", out)
+    assert worlds == ["2", "1", "2"], out
+    assert launches.losses(run) == pytest.approx(launches.losses(run.parent / "long"), rel=1e-5)
 
 
 # --- networks that do not work ------------------------------------------------------------------------

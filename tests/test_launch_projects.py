@@ -218,6 +218,19 @@ def expect_one_line(done: Launch, *words: str) -> None:
     assert "Traceback" not in done.out + done.err, done
 
 
+def test_code_that_cannot_be_imported_is_said_last(place: Path) -> None:
+    project = new(place, "lacking", "--model", "mlp")
+    model = project / "lacking" / "model.py"
+    model.write_text(f"import no_such_package\n{model.read_text()}")
+    done = launch(project / "launch" / "local.sh", timeout=90)
+    assert done.code == 1, done
+    assert re.fullmatch(
+        r"error: train.py cannot be imported on \S+: ModuleNotFoundError: No module named"
+        " 'no_such_package'",
+        done.last_line,
+    )
+
+
 def test_a_missing_folder_is_one_line(images: Path) -> None:
     done = launch(images / "launch" / "local.sh", "--data.path", "nowhere", timeout=90)
     expect_one_line(done, str(images / "nowhere"))

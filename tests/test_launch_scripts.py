@@ -34,6 +34,8 @@ import json, os, subprocess, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 
+if __name__ != "__main__":
+    sys.exit()
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 control, out = Path(os.environ["SCAFFOLD_CONTROL"]), Path(os.environ["OUT"])
 dist.init_process_group(os.environ["BACKEND"])
@@ -366,7 +368,7 @@ def test_hidden_gpus_are_said_loudly(
     assert done.returncode == 0
     assert "WARNING: there are NVIDIA GPUs here, but torch 2.14.1+cu130 sees none" in done.stderr
     node = environment | {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    fails(run(project / "launch" / "node.sh", node), "no GPU on this node", "BACKEND=gloo")
+    fails(run(project / "launch" / "node.sh", node), "sees no GPU on", "BACKEND=gloo")
 
 
 @pytest.mark.parametrize(
@@ -379,6 +381,7 @@ def test_hidden_gpus_are_said_loudly(
         ({"GPUS_PER_NODE": "99999999999999999999"}, ["GPUS_PER_NODE", "whole number"]),
         ({"GPUS_PER_NODE": "2; echo hi"}, ["GPUS_PER_NODE", "whole number"]),
         ({"MAX_RESTARTS": "x"}, ["MAX_RESTARTS", "at least 0"]),
+        ({"OFFLINE": "yes"}, ["OFFLINE must be 0 or 1", "'yes'"]),
         ({"BACKEND": "nvcl"}, ["BACKEND must be auto, nccl, gloo or mpi", "'nvcl'"]),
         ({"NNODES": "2"}, ["NNODES=2", "launch/node.sh"]),
         ({"NPROC_PER_NODE": "3", "FAKE_GPUS": "2"}, ["torch sees 2", "BACKEND=gloo"]),
@@ -434,11 +437,20 @@ def test_prepare_runs_first_and_its_failure_ends_the_launch(
     assert not Path(environment["OUT"], "agent.json").exists()
 
 
-def test_help_is_that_of_train_py(project: Path, environment: dict[str, str]) -> None:
+def test_help_is_the_scripts_and_that_of_train_py(
+    project: Path, environment: dict[str, str]
+) -> None:
     (project / "train.py").write_text("import sys; print('usage', sys.argv[1])")
     (project / "prepare.py").write_text("raise SystemExit('not for help')")
-    done = run(project / "launch" / "local.sh", environment, "--run.name", "x", "--help")
-    assert (done.returncode, done.stdout) == (0, "usage --help\n"), done.stderr
+    for script, begins in (
+        ("local.sh", "Trains on this machine"),
+        ("node.sh", "Trains on several"),
+    ):
+        done = run(project / "launch" / script, environment, "--run.name", "x", "--help")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(begins)
+        assert "--preflight" in done.stdout
+        assert done.stdout.endswith("\nusage --help\n")
 
 
 def test_a_signal_during_prepare_ends_the_launch(
@@ -551,7 +563,7 @@ def test_sigquit_ends_all_at_once(
             {"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1", "NETWORK_INTERFACE": "nosuch0"},
             ["NETWORK_INTERFACE=nosuch0 is not on this machine, which has: ", "lo"],
         ),
-        ({"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1", "BACKEND": "nccl"}, ["no GPU on this node"]),
+        ({"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1", "BACKEND": "nccl"}, ["sees no GPU on"]),
     ],
 )
 def test_node_says_at_once_what_cannot_work(

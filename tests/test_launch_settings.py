@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hosts import Hosts
+from hosts import Hosts, require
 from test_launch_scripts import (
     agent,
     environment,
@@ -116,20 +117,61 @@ def test_everything_python_runs_in_the_container(
     fails(run(project / "launch" / "local.sh", environment), "no-such-runtime cannot be run")
 
 
-def test_runs_go_to_the_scratch_disk(
+def test_a_container_that_does_not_see_the_launchs_folder_is_one_line(
     project: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    scratch = tmp_path / "big disk"
-    script = project / "launch" / "local.sh"
+    require("unshare")
+    inside = 'mount -t tmpfs tmpfs "$TMPDIR" && exec "$@"'  # a container with a /tmp of its own
+    container = executable(
+        tmp_path / "run", f"exec unshare --map-root-user --mount bash -c '{inside}' - \"$@\""
+    )
+    site(project, f'CONTAINER=("{container}")')
+    done = run(project / "launch" / "local.sh", environment)
+    fails(done, "the container does not see", environment["TMPDIR"], "bind")
+    assert done.stderr.count("\n") == 1
+
+
+def test_site_env_does_not_see_the_options_and_cannot_lose_them(
+    project: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "activate").write_text('echo "$#" >"$OUT/count"; set -- lost\n')
+    site(project, f'. "{tmp_path}/activate"')
+    done = run(project / "launch" / "local.sh", environment, "--train.lr", "1 e")
+    assert done.returncode == 0, done.stderr
+    assert Path(environment["OUT"], "count").read_text() == "0\n"
+    assert list(agent(environment)["argv"])[-3:] == ["train.py", "--train.lr", "1 e"]  # type: ignore[call-overload]
+
+
+def test_a_site_env_that_bash_cannot_read_ends_the_launch(
+    project: Path, environment: dict[str, str]
+) -> None:
+    site(project, 'X="')
+    fails(run(project / "launch" / "local.sh", environment), "launch/site.env is no valid Bash")
+
+
+def test_runs_go_to_the_disk_for_them_each_projects_to_a_folder_of_its_own(
+    project: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    disk, script = tmp_path / "big disk", project / "launch" / "local.sh"
+    env = environment | {"RUNS_DISK": str(disk)}
     for _ in range(2):
-        assert run(script, environment | {"SCRATCH": str(scratch)}).returncode == 0
-        assert (project / "runs").resolve() == scratch / "project" / "runs"
+        assert run(script, env).returncode == 0
+        assert (project / "runs").resolve().parent == disk
+    twin = tmp_path / "another" / project.name
+    shutil.copytree(project, twin, ignore=shutil.ignore_patterns("runs"))
+    assert run(twin / "launch" / "local.sh", env).returncode == 0
+    assert (twin / "runs").resolve() != (project / "runs").resolve()
+    shutil.rmtree(disk)
+    fails(run(script, environment), "runs is a link to", str(disk), "gone")
     (project / "runs").unlink()
     (project / "runs").mkdir()  # runs that are here already stay
-    assert run(script, environment | {"SCRATCH": str(scratch)}).returncode == 0
+    assert run(script, env).returncode == 0
     assert not (project / "runs").is_symlink()
     (project / "runs").rmdir()
-    fails(run(script, environment | {"SCRATCH": "/proc/x"}), "SCRATCH=/proc/x cannot be written")
+    fails(run(script, env | {"RUNS_DISK": "/proc/x"}), "RUNS_DISK=/proc/x cannot be written")
+    # The variable of that name is the cluster's, and its disk is often emptied.
+    assert run(script, environment | {"SCRATCH": str(disk)}).returncode == 0
+    assert not (project / "runs").exists()
 
 
 def test_offline_reaches_every_library(project: Path, environment: dict[str, str]) -> None:
@@ -201,7 +243,9 @@ def test_in_kubernetes_a_name_may_appear_late_but_not_for_ever(
 def test_a_range_of_nodes_is_an_elastic_run(
     project: Path, node: dict[str, str], environment: dict[str, str]
 ) -> None:
-    elastic = {"NNODES": "1:3", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    topology = project / "launch" / "topology.env"
+    topology.write_text(topology.read_text().replace("NNODES:=1}", "NNODES:=1:3}"))
+    elastic = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     elastic |= {"MASTER_PORT": free_port(), "RDZV_CONF": "last_call_timeout=2"}
     done = run(project / "launch" / "node.sh", node | elastic)
     assert done.returncode == 0, done.stderr
@@ -214,6 +258,18 @@ def test_a_range_of_nodes_is_an_elastic_run(
     assert asked["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     # One style of rendezvous, never both.
     assert not {"--node-rank", "--master-addr", "--master-port"} & {*names}
+
+
+def test_ranks_that_may_restart_meet_where_they_find_each_other_again(
+    project: Path, node: dict[str, str], environment: dict[str, str]
+) -> None:
+    """A static rendezvous would lead them to where their peers were before."""
+    two = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MAX_RESTARTS": "2"}
+    done = run(project / "launch" / "node.sh", node | two | {"MASTER_PORT": free_port()})
+    assert done.returncode == 0, done.stderr
+    asked = {n: option(environment, f"--{n}") for n in ("nnodes", "rdzv-backend", "max-restarts")}
+    assert asked == {"nnodes": "2", "rdzv-backend": "c10d", "max-restarts": "2"}
+    assert agent(environment)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_an_interface_without_an_address_gives_none_to_an_elastic_run(
@@ -257,6 +313,12 @@ def test_fewer_gpus_than_the_other_nodes_have_is_an_error(
     script = project / "launch" / "node.sh"
     fails(run(script, node | one), "torch sees 1 GPU(s)", "not 2", "GPUS_PER_NODE=1")
     assert run(script, node | one | {"NPROC_PER_NODE": "1"}).returncode == 0  # as told
+    alone = node | one | {"NNODES": "1", "GPUS_PER_NODE": "2", "MASTER_PORT": free_port()}
+    fails(run(script, alone | {"NEEDS_GPUS": "2"}), "torch sees 1 GPU(s)", "not 2")  # as in a job
+    none = alone | {"FAKE_GPUS": "0"}
+    for asked in ({"NEEDS_GPUS": "2"}, {"BACKEND": "nccl"}):  # in a job, and as a pod has it
+        fails(run(script, none | asked), "sees no GPU", "BACKEND=gloo")
+    assert run(script, none).returncode == 0
 
 
 # --- the control folder ---------------------------------------------------------------------------

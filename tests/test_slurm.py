@@ -32,6 +32,12 @@ def loss(model, batch):
         if os.environ.get("RANK", "0") == os.environ.get("FAIL"):
             raise ValueError("sample 7 is broken")
     return _loss(model, batch)
+
+
+import os
+
+if os.environ.get("BROKEN", "none") == os.environ.get("SLURMD_NODENAME"):
+    import no_such_package
 """
 
 
@@ -160,9 +166,20 @@ def test_a_job_that_may_not_be_requeued_goes_on_as_another_one(
         *OPTIONS,
         env=environment(SLOW="0.5"),
     )
+    # Beside it: the same from the copy that submit.sh makes.
+    argv = "--no-requeue --nodes=1 --exclude=node1 -- --run.name=submitted".split()
+    job = submitted(cluster, project, *argv, *OPTIONS, SLOW="0.5")
+    own = project / "runs" / "submitted"
+    (owner,) = own.glob("code/*.job")
+    assert owner.read_text() == f"{job}\n"
     run = project / "runs" / f"{array}_7"  # an array's tasks are runs of their own
-    await_step(run, 2)
-    cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_7")
+    for number, folder in ((f"{array}_7", run), (job, own)):
+        await_step(folder, 2)
+        cluster.run("scancel", "--batch", "--signal=USR1", number)
+    assert cluster.await_end(job)["ExitCode"] == "75:0"
+    assert cluster.await_end(owner.read_text().strip())["JobState"] == "COMPLETED"
+    assert owner.read_text() != f"{job}\n"  # it names who has the run
+    assert launches.losses(own) == pytest.approx(losses, rel=1e-5)
     first = cluster.await_end(f"{array}_7")
     assert (first["JobState"], first["ExitCode"]) == ("FAILED", "75:0"), cluster.log(array)
     told = re.search(r"job (\d+) goes on when this one has ended", cluster.log(array))
@@ -228,6 +245,10 @@ def test_a_rank_that_fails_ends_the_job_and_its_traceback_is_the_last_that_is_pr
     cause = cluster.log(job)[cluster.log(job).rindex("Traceback") :].splitlines()
     assert cause[-1] == "error: rank 1 failed: ValueError: sample 7 is broken"
     assert cause[-2] == "ValueError: sample 7 is broken"
+    job = train(cluster, project, "broken", BROKEN="node2")  # before its ranks can have a run
+    assert cluster.await_end(job)["ExitCode"] == "1:0"
+    last = cluster.log(job).splitlines()[-1]
+    assert last.startswith("launch: failed: train.py cannot be imported on node2: ModuleNotFound")
 
 
 def test_a_node_that_is_lost_sends_the_job_back_into_the_queue(
@@ -280,6 +301,9 @@ def test_jobs_of_a_wrong_shape_end_at_once_with_one_line(
     too_many = last_line("--gpus-per-node=2", script, NPROC_PER_NODE="3", BACKEND="nccl")
     assert too_many == "launch: NPROC_PER_NODE=3, but the job has 2 GPU(s) on each node"
     assert "NETWORK_INTERFACE=ib7 has no address" in last_line(script, NETWORK_INTERFACE="ib7")
+    # What the job has GPUs for does not train on CPUs for hours.
+    gpu = last_line("--nodes=1", "--gpus-per-node=1", script, BACKEND="auto")
+    assert "sees no GPU on node1: look at the node" in gpu
     assert "no launch/site.mars.env" in last_line(script, "--site", "mars")
     done = cluster.run("sbatch", "--gpus-per-node=3", script, env=environment())
     assert "Requested node configuration is not available" in done.stderr
@@ -331,11 +355,13 @@ def test_a_sweep_runs_what_was_submitted_whatever_is_edited_since(
     file = tmp_path / "try this.txt"
     file.write_text(SWEEP)
     site = copy / "launch" / "site.moon.env"
-    site.write_text("SRUN_OPTIONS=(--label)\nGPU_REQUEST=--gres=gpu:%d\n")
-    # For GPUs by name only, so the ranks are on CPUs; both runs share the first node.
-    argv = "--site moon --hold --nodes=1 --nodelist=node1 --cpus-per-task=1 -- --config mine.toml".split()
+    site.write_text("SRUN_OPTIONS=(--label)\n")
+    # Both runs share the first node.
+    argv = (
+        "--site moon --hold --nodes=1 --nodelist=node1 --gres=gpu:1 -- --config mine.toml".split()
+    )
     shutil.move(copy / "config.toml", copy / "mine.toml")
-    env = environment(BACKEND="auto", SLOW="0.25")
+    env = environment(SLOW="0.25")
     sweep = copy / "launch" / "sweep.sh"
     done = cluster.run("bash", sweep, file, *argv, *OPTIONS, env=env)
     assert done.returncode == 0, done.stderr

@@ -276,6 +276,15 @@ def test_the_project_lies_elsewhere_on_the_hosts(lab: Lab) -> None:
     for folder in ("at home", "~/at home"):
         done = lab.launch(REMOTE_DIR=folder)
         assert done.code == 0, done
+    # Said in site.env, where a hosts file that is not absolute lies in the project's folder.
+    site = lab.stub / "launch" / "site.moon.env"
+    site.write_text(f': "${{REMOTE_DIR:={elsewhere}}}" "${{HOSTS_FILE:=launch/of the moon}}"\n')
+    shutil.copy(site, elsewhere / "launch")
+    (lab.stub / "launch" / "of the moon").write_text("node2\nnode3\n")
+    done = lab.launch("--site", "moon", HOSTS_FILE="")
+    assert done.code == 0, done
+    assert lab.seen(1)["cwd"] == str(elsewhere)
+    assert "2 host(s): node2 node3;" in done.err
 
 
 def test_hosts_are_taken_in_order_as_many_as_there_are_nodes(lab: Lab) -> None:
@@ -532,6 +541,9 @@ def test_an_elastic_run_goes_on_without_a_node(lab: Lab) -> None:
     done = lab.launch(names="node1\nnowhere.invalid\n", NNODES="1:2")
     assert done.code == 0, done
     assert "nowhere.invalid: cannot log in" in done.err
+    assert "1 host(s): node1;" in done.err
+    done = lab.launch("--test.0=fail", names="node1\nnowhere.invalid\n", NNODES="1:2")
+    fails(done, "sample 7 is broken")
     fails(
         lab.launch(names="nowhere.invalid\nnode1\n", NNODES="1:2"), "nowhere.invalid: cannot log in"
     )
