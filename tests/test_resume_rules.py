@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
 import json
 import os
 import shutil
@@ -11,11 +14,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from safetensors.torch import load_file
 
+import parts
 from faults import MODELS, OPTIONS, RECORD, STEPS, Trainer, touch_at
 from ranks import Ranks
 
@@ -290,6 +296,24 @@ def test_what_init_from_cannot_use_is_an_error_of_a_line(
 # The lock
 
 
+@contextlib.contextmanager
+def beating(lock: Path) -> Iterator[None]:
+    """Its owner lives."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(0.2):
+            os.utime(lock)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        yield
+    finally:
+        done.set()
+        heart.join()
+
+
 def test_a_second_launch_is_kept_out_and_a_dead_one_s_lock_taken_over(train: Trainer) -> None:
     here, go_on = train.folder / "here", train.folder / "go_on"
     wait = f"import time; hooks.append(lambda _: [time.sleep(0.1) for _ in range(600) if not Path({str(go_on)!r}).exists()])"
@@ -328,19 +352,8 @@ def test_a_lock_that_says_nothing_of_a_live_process_is_taken_over_when_it_is_old
     lock = train.run / "lock"
     text = content.replace("HOST", socket.gethostname()).replace("PID", str(os.getpid()))
     lock.write_text(text)
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(0.2):
-            os.utime(lock)
-
-    heart = threading.Thread(target=beat)
-    heart.start()
-    try:
+    with beating(lock):
         result = train(1, "--train.steps=1")
-    finally:
-        done.set()
-        heart.join()
     assert result.codes == [1]
     assert "another launch is writing" in result.outputs[0]
     # It was seen not long ago, and then no more: watched until its time is up.
@@ -359,6 +372,122 @@ def test_the_lock_of_a_process_whose_number_another_one_has_now_is_taken_over(
     lock = train.run / "lock"
     lock.write_text(json.dumps(json.loads(lock.read_text()) | {"pid": os.getpid()}))
     assert train(1, "--train.steps=2").ok
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of a generated project."""
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    parts.load("mlp", "synthetic_tabular")
+    return importlib.import_module("parts_mlp_synthetic_tabular.run")
+
+
+def takes(run: ModuleType, lock: Path) -> bool:
+    """Whether a launch gets the lock; a refused one leaves it as it was."""
+    before, mine = lock.read_text(), run.Lock(lock)
+    try:
+        mine.acquire()
+    except run.UserError:
+        assert lock.read_text() == before
+        return False
+    finally:
+        assert [path.name for path in lock.parent.glob("lock*")] == ["lock"]
+    assert json.loads(lock.read_text()) == mine.me
+    mine.release()
+    return True
+
+
+def test_launches_of_one_process_number_that_await_a_lock_do_not_disturb_each_other(
+    run: ModuleType, tmp_path: Path
+) -> None:
+    """In containers they are alike. The first gives up while the second still watches the lock."""
+    lock, refused = tmp_path / "lock", []
+    lock.write_text('{"host": "another"}')
+
+    def launch() -> None:
+        with pytest.raises(run.UserError, match="host another"):
+            run.Lock(lock).acquire()
+        refused.append(True)
+
+    first, second = (threading.Thread(target=launch) for _ in range(2))
+    first.start()
+    time.sleep(0.2)
+    os.utime(lock)
+    second.start()
+    first.join()
+    while second.is_alive():
+        time.sleep(0.6)
+        os.utime(lock)
+    assert refused == [True, True]
+    assert lock.read_text() == '{"host": "another"}'
+
+
+@pytest.mark.parametrize(
+    ("launch", "start"),
+    [
+        ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    ],
+)
+def test_a_later_start_of_a_launch_goes_on_at_once_and_a_second_one_beside_it_is_kept_out(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: str, start: str
+) -> None:
+    """Such as two steps of one Slurm job, each on a node of its own."""
+    lock = tmp_path / "lock"
+    monkeypatch.setenv(launch, "7")
+
+    def owned(count: str) -> None:
+        monkeypatch.setenv(start, count)
+        lock.write_text(json.dumps(run.Lock(lock).me | {"host": "another"}))
+
+    owned("9")
+    with beating(lock):
+        assert not takes(run, lock)
+        monkeypatch.setenv(start, "8")
+        assert not takes(run, lock)
+    os.utime(lock, (time.time() - 3 * run.HEARTBEAT,) * 2)  # it missed two
+    assert takes(run, lock)
+    owned("9")
+    monkeypatch.setenv(start, "10")
+    begun = time.monotonic()
+    assert takes(run, lock)
+    assert time.monotonic() - begun < run.HEARTBEAT
+
+
+def test_the_lock_of_another_host_of_the_same_name_is_not_judged_by_its_process_number(
+    run: ModuleType, tmp_path: Path
+) -> None:
+    """The first process namespace of each has the same number, but they booted on their own."""
+    if os.geteuid():
+        pytest.skip("needs root, to mount")
+    lock, boot = tmp_path / "lock", tmp_path / "boot_id"
+    boot.write_text("another\n")
+    mount = f"mount --make-rprivate / && mount --bind {boot} /proc/sys/kernel/random/boot_id"
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
+            subprocess.run(mount, shell=True, check=True)
+            run.Lock(lock).acquire()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert json.loads(lock.read_text())["pid"] == child
+    with beating(lock):
+        assert not takes(run, lock)
+
+
+def test_a_signal_that_was_ignored_when_training_began_stays_so(train: Trainer) -> None:
+    """As nohup's: the run outlives the terminal."""
+    before = STEPS + """
+import signal
+for number in (signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+    hooks.append(lambda _, number=number: os.kill(os.getpid(), number))
+"""
+    result = train(1, "--train.steps=2", before=before)
+    assert result.ok, result
+    assert train.steps() == [2]
 
 
 # Disks that the ranks do not share

@@ -106,7 +106,7 @@ def test_a_run_that_slurm_holds_is_queued_or_starting(runs: Path, tmp_path: Path
 def test_broken_and_half_written_files_break_nothing(runs: Path, tmp_path: Path) -> None:
     names = ("metrics.jsonl", "config.toml", "lock", "logs/error.txt", "code/x.job")
     no_numbers = (
-        b'{"step": 1, "loss": NaN, "eval_loss": NaN, "code": 3, "ranks": 1%s}\n' % (b"0" * 400),
+        b'{"step": 1, "loss": NaN, "eval_loss": NaN, "code": NaN, "ranks": 1%s}\n' % (b"0" * 400),
         b'{"step": 2, "loss": 1e999, "eval_loss": 0.5, "eval_accuracy": "x"}\n',
         b"[train]\nlr = NaN\nsteps = [1]\nglobal_batch_size = -Infinity\n",
     )
