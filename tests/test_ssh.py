@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -94,7 +95,7 @@ class Lab:
     def start(
         self,
         *options: str,
-        names: str = "node1\nnode2\n",
+        names: str | None = "node1\nnode2\n",
         on: int = 0,
         project: Path | None = None,
         **env: Any,
@@ -102,9 +103,11 @@ class Lab:
         """Starts a launch on host `on`, in a session of its own as a terminal's."""
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir()
-        (self.folder / "hosts.txt").write_text(names)
         script = (project or self.stub) / "launch" / "ssh.sh"
-        command = ["setsid", *BASH, script, f"--hosts={self.folder}/hosts.txt", *options]
+        command = ["setsid", *BASH, script, *options]
+        if names is not None:
+            (self.folder / "hosts.txt").write_text(names)
+            command.append(f"--hosts={self.folder}/hosts.txt")
         return self.hosts.start(on, command, env=self.env(**env), stderr=subprocess.PIPE, cwd="/")
 
     def launch(self, *options: str, **more: Any) -> launches.Launch:
@@ -278,10 +281,10 @@ def test_the_project_lies_elsewhere_on_the_hosts(lab: Lab) -> None:
         assert done.code == 0, done
     # Said in site.env, where a hosts file that is not absolute lies in the project's folder.
     site = lab.stub / "launch" / "site.moon.env"
-    site.write_text(f': "${{REMOTE_DIR:={elsewhere}}}" "${{HOSTS_FILE:=launch/of the moon}}"\n')
+    site.write_text(f"REMOTE_DIR={shlex.quote(str(elsewhere))} HOSTS_FILE='launch/of the moon'\n")
     shutil.copy(site, elsewhere / "launch")
     (lab.stub / "launch" / "of the moon").write_text("node2\nnode3\n")
-    done = lab.launch("--site", "moon", HOSTS_FILE="")
+    done = lab.launch("--site", "moon", names=None)
     assert done.code == 0, done
     assert lab.seen(1)["cwd"] == str(elsewhere)
     assert "2 host(s): node2 node3;" in done.err
@@ -543,7 +546,8 @@ def test_an_elastic_run_goes_on_without_a_node(lab: Lab) -> None:
     assert "nowhere.invalid: cannot log in" in done.err
     assert "1 host(s): node1;" in done.err
     done = lab.launch("--test.0=fail", names="node1\nnowhere.invalid\n", NNODES="1:2")
-    fails(done, "sample 7 is broken")
+    assert done.code == 1, done
+    assert done.err.endswith("launch: node1: sample 7 is broken\nlook at it\n"), done
     fails(
         lab.launch(names="nowhere.invalid\nnode1\n", NNODES="1:2"), "nowhere.invalid: cannot log in"
     )
