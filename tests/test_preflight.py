@@ -149,6 +149,8 @@ def test_json_is_one_object_and_what_is_slow_is_named_in_it(project: Path, tmp_p
         lab = Lab(hosts, project)
         for i in (1, 2, 3):  # node 2 knows node 0 by another address than node 0 itself
             hosts._ip(i, f"addr add fd77::{i}/64 dev eth0 nodad")
+        # A queue of one: whoever connects is let in, or the next one knocks in vain.
+        assert hosts.run(2, ["sysctl", "-w", "net.core.somaxconn=0"]).returncode == 0
         hosts.names(3, "127.0.0.1 localhost\nfd77::1 node1\n10.77.0.3 node3\n")
         lab.shells[3] = python_path(tmp_path, RANK + slow)
         running = {1: lab.start(1)}
@@ -279,7 +281,7 @@ def test_two_nodes_with_one_number_are_named(misnumbered: dict[int, Said]) -> No
 
 def test_a_missing_node_is_named(misnumbered: dict[int, Said], lab: Lab) -> None:
     assert "node 2: did not come" in misnumbered[1].named("nodes")
-    lab.shells = {1: {"NODE_WAIT": "8"}, 2: {"RDZV_ID": "other"}}
+    lab.shells = {1: {"NODE_WAIT": "8", "RDZV_ID": "one"}, 2: {"RDZV_ID": "other"}}
     said = lab(1, 2)
     assert [node.code for node in said.values()] == [1, 1]
     assert "node 1: did not come within 8 s" in said[1].named("nodes")
@@ -376,10 +378,13 @@ def test_a_network_that_goes_in_the_middle_is_named_within_a_minute(
 def test_a_wrong_sum_is_named_with_its_rank(lab: Lab, tmp_path: Path) -> None:
     wrong = "import torch.distributed as dist; right = dist.all_reduce\n    "
     wrong += "dist.all_reduce = lambda t, *a, **k: (right(t, *a, **k), t[9:12].add_(1))[0]"
-    lab.shells[2] = python_path(tmp_path, RANK + wrong)
+    env = f"\n    import os; print(os.environ['NCCL_SOCKET_IFNAME'], file=open({str(tmp_path / 'nccl')!r}, 'w'))"
+    lab.shells[2] = python_path(tmp_path, RANK + wrong + env)
+    lab.hosts.names(2, "127.0.0.1 localhost node2\n10.77.0.1 node1\n")
     said = lab(1, 2)
     assert [node.code for node in said.values()] == [1, 1]
     assert said[1].named("all-reduce") == "rank 1 (node2): 3 wrong sums"
+    assert (tmp_path / "nccl").read_text() == "eth0\n", "as in training, where its name is loopback"
 
 
 # --- what the nodes must have in common -----------------------------------------------------------
@@ -396,6 +401,8 @@ def uneven(projects: Path, project: Path) -> Iterator[Said]:
         git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.org", "-C", str(copy)]
         for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
             subprocess.run([*git, *words], check=True, capture_output=True)
+        (copy / "README.md").touch()  # git would like to note that
+    indexes = {copy: (copy / ".git/index").read_bytes() for copy in copies}
     other = "import torch, platform; torch.__version__ = '2.13.7'; platform.python_version = str"
     clock = "\nimport time; now = time.time; time.time = lambda: now() + 100.5"
     with Hosts(2) as hosts:
@@ -405,6 +412,8 @@ def uneven(projects: Path, project: Path) -> Iterator[Said]:
         lab.argv[2] = ["bash", copies[1] / "launch/node.sh", "--preflight", "--train.lr=7"]
         said = lab(1, 2)
         assert [node.code for node in said.values()] == [1, 1], said[1]
+        for copy, index in indexes.items():
+            assert (copy / ".git/index").read_bytes() == index, "nodes may share it: none writes"
         yield said[1]
 
 

@@ -30,8 +30,8 @@ from preflight_node import (
     NNODES,
     NODE,
     NODES,
-    PATIENCE,
     PORT,
+    START,
     Channel,
     Facts,
     Node,
@@ -63,13 +63,11 @@ class Survey:
     def name(self, node: int) -> str:
         return f"node {node} ({self.hellos[node]['host']})"
 
-    def add(
-        self, where: str | int, check: str, bad: str | bool, fact: str, remedy: str = ""
-    ) -> None:
+    def add(self, of: str | int, check: str, bad: str | bool, fact: str, remedy: str = "") -> None:
         """Adds a check: `bad` is "warn" where it may go well all the same, or whether it failed."""
         status = "fail" if bad is True else bad or "ok"
         message = f"{fact}: {remedy}" if bad and remedy else fact
-        where = self.name(where) if isinstance(where, int) else where
+        where = self.name(of) if isinstance(of, int) else of
         self.checks.append({"name": check, "status": status, "where": where, "message": message})
 
     def same(self, check: str, values: dict[int, str], bad: str | bool, remedy: str) -> None:
@@ -117,7 +115,7 @@ class Survey:
             while not came.empty():
                 channel, theirs = came.get()
                 node, host, refused = theirs["node"], theirs["host"], ""
-                if theirs["launch"] != hello["launch"]:
+                if len({"", theirs["launch"], hello["launch"]}) > 2:
                     refused = f"{host} is of another launch, with the same MASTER_PORT"
                 elif theirs["nodes"] != NNODES:
                     refused = f"NNODES is {NNODES} on node 0 and {theirs['nodes']} on {host}"
@@ -134,7 +132,7 @@ class Survey:
         server.close()  # the ranks will need the port
         few = refusals > 0 or len(self.channels) < LEAST
         for node in sorted(set(range(NODES)) - set(self.channels)):
-            fact = f"did not come within {PATIENCE:.0f} s"
+            fact = f"did not come within {MEET_BY - START:.0f} s"
             remedy = f"is it started, with NODE_RANK={node}? What did it print?"
             self.add(f"node {node}", "nodes", few or "warn", fact, remedy)
         self.add("all nodes", "nodes", False, f"{len(self.channels)} of {NODES} are here")
@@ -235,12 +233,11 @@ class Survey:
             for node, reasons in answers.items()
             for target, why in reasons.items()
         )
-        for what, names in itertools.islice(blocked.items(), 8):
-            remedy = "between the nodes all ports must be open, not MASTER_PORT alone"
-            self.add(names, "firewall", True, what, remedy)
-        fact = f"{len(blocked)} nodes are cut off" if len(blocked) > 8 else "each reaches each"
-        if not 0 < len(blocked) <= 8:
-            self.add("all nodes", "firewall", bool(blocked), fact)
+        remedy = "between the nodes all ports must be open, not MASTER_PORT alone"
+        for what, names in [*blocked.items()][:8] or [("each reaches each", "all nodes")]:
+            self.add(names, "firewall", bool(blocked), what, remedy)
+        if len(blocked) > 8:
+            self.add("all nodes", "firewall", True, f"{len(blocked)} nodes are cut off")
 
     def storage(self) -> None:
         """Is the run's folder writable, the same for all nodes, and large enough?"""

@@ -38,8 +38,7 @@ INTERFACE = get("NETWORK_INTERFACE") or get("GLOO_SOCKET_IFNAME") or ""
 
 now = time.monotonic
 START = now()
-PATIENCE = min(25.0, float(get("NODE_WAIT") or 25))
-MEET_BY = START + PATIENCE  # then all nodes must have come,
+MEET_BY = START + min(25.0, float(get("NODE_WAIT") or 25))  # then all nodes must have come,
 LOOK_BY = START + 42.0  # and all ranks have imported torch, which a network disk can make slow
 MEASURE_BY = START + 53.0  # and all ranks have measured
 END = START + 57.0  # whatever hangs (a disk, a name server), this process does not outlive it
@@ -127,12 +126,10 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(family: int, port: int) -> socket.socket:
-    both = socket.has_dualstack_ipv6()  # others may know this machine by its other address
-    family = socket.AF_INET6 if both else family
+    if both := socket.has_dualstack_ipv6():  # others may know this machine by its other address
+        family = socket.AF_INET6
     try:
-        return socket.create_server(
-            ("", port), family=family, backlog=1024, dualstack_ipv6=both
-        )
+        return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         why = f"is taken by {port_owner(port)}" if taken else f"cannot be used ({error.strerror})"
@@ -190,7 +187,7 @@ def join(address: str, hello: Facts, source: str) -> Channel:
                 hello["interface"] = f"{INTERFACE} ({source}) does not lead to node 0: {why}"
                 break
         if now() > MEET_BY:
-            remedy = f"is it started, within {PATIENCE:.0f} s of this one, and is this its address?"
+            remedy = f"is it started within {MEET_BY - START:.0f} s of this one, and at this address?"
             raise Problem("network", f"{what}: {why}", remedy)
         if why != told and now() - START > 3:
             print(f"preflight: waiting for {what}: {why}", file=sys.stderr)
@@ -260,10 +257,13 @@ def memory() -> int:
 
 def commit() -> str:
     """Of the project, with a + where files differ from it; without the lock that all would want."""
-    command = ["git", "-C", str(PROJECT), "--no-optional-locks", "describe", "--always"]
-    command += ["--dirty=+", "--abbrev=10", "--exclude=*"]
+    command = ["git", "-C", str(PROJECT), "--no-optional-locks", "status", "--porcelain=2"]
+    command += ["--branch", "--untracked-files=no", "."]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+        lines = done.stdout.splitlines()  # "# branch.oid 1234…", then the files
+        found = "".join(line.split()[2][:10] for line in lines if line.startswith("# branch.oid"))
+        return found + "+" * any(line[0] != "#" for line in lines)
     return ""
 
 
