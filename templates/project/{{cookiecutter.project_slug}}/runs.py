@@ -77,7 +77,7 @@ def describe(folder: Path, held: dict) -> dict:
     lines = metrics(folder)
     losses = [line for line in lines if "loss" in line]
     step = losses[-1]["step"] if losses else checkpoint.get("step")
-    step = step if is_number(step) else 0
+    step = step if isinstance(step, int) else 0
     scores = [line for line in lines if is_number(line.get("eval_loss"))]
     best = min(scores, key=lambda line: line["eval_loss"]) if scores else {}
     run = {
@@ -106,7 +106,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and abs(value) < 1e300  # so not NaN
 
 
-def state(folder: Path, step: float, steps: object, held: dict) -> str:
+def state(folder: Path, step: int, steps: object, held: dict) -> str:
     """running, starting, queued, finished, failed, killed (nothing tidied up) or stopped."""
     try:
         beat = (folder / "lock").stat().st_mtime  # touched every 10 s
@@ -139,8 +139,7 @@ def held_by_slurm(jobs: list) -> dict:
         answer = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return {}  # no Slurm here, or it has forgotten them
-    words = answer.decode().split()
-    return dict(zip(words[::2], words[1::2]))
+    return dict(re.findall(r"(\S+) (\S+)", answer.decode()))
 
 
 def newest_checkpoint(folder: Path) -> dict:
@@ -169,7 +168,7 @@ def resolved_config(folder: Path) -> dict:
 def metrics(folder: Path) -> list:
     """The whole lines of metrics.jsonl; the last one may be half-written."""
     lines = [parsed(text) for text in read(folder / "metrics.jsonl").splitlines()]
-    return [line for line in lines if isinstance(line, dict) and is_number(line.get("step"))]
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
 
 def parsed(text: str) -> object:

@@ -117,7 +117,7 @@ class Lock:
         if not launch:
             launch, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), "TORCHELASTIC_RESTART_COUNT"
         pid = os.getpid()
-        self.me = {
+        self.me: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": pid,
             "started": _started(pid),
