@@ -154,13 +154,13 @@ def test_json_is_one_object_and_what_is_slow_is_named_in_it(project: Path, tmp_p
         hosts.names(3, "127.0.0.1 localhost\nfd77::1 node1\n10.77.0.3 node3\n")
         lab.shells[3] = python_path(tmp_path, RANK + slow)
         running = {1: lab.start(1)}
-        silent = (
-            f"import socket, time; [socket.create_connection(('node1', {PORT})), time.sleep(60)]"
-        )
         assert eventually(lambda: listens(hosts, PORT), 30)
-        mute = [hosts.start(1, [sys.executable, "-c", silent]) for _ in range(2)]
+        call = f"import socket, sys, time; node = socket.create_connection(('node1', {PORT}))"
+        call += "; node.send(sys.argv[1].encode()); time.sleep(60)"
+        words = ("", "", "{}\n", '["node"]\n')  # some say nothing, some nonsense
+        callers = [hosts.start(1, [sys.executable, "-c", call, word]) for word in words]
         said = lab.end(running | {i: lab.start(i) for i in (2, 3)})
-        for process in mute:
+        for process in callers:
             hosts.signal(process, signal.SIGKILL)
             process.communicate(timeout=10)
     report = said[1].report

@@ -21,27 +21,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from preflight_node import (
-    END,
-    LEAST,
-    LOOK_BY,
-    MEASURE_BY,
-    MEET_BY,
-    NNODES,
-    NODE,
-    NODES,
-    PORT,
-    START,
-    Channel,
-    Facts,
-    Node,
-    Problem,
-    join,
-    listen,
-    now,
-    resolve,
-    serve,
-)
+import preflight_node as given
+from preflight_node import Channel, Facts, Node, Problem, join, listen, now, resolve, serve
 
 
 class Survey:
@@ -103,13 +84,13 @@ class Survey:
         def hear(connection: socket.socket) -> None:
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # a passer-by
                 channel = Channel(connection)
-                theirs = channel.receive(MEET_BY)
-                theirs |= {"off": theirs.pop("time") - time.time(), "node": int(theirs["node"])}
-                came.put((channel, theirs))
+                said = channel.receive(given.MEET_BY)
+                theirs = {name: said[name] for name in hello}
+                came.put((channel, theirs | {"off": said["time"] - time.time()}))
 
         refusals = 0
         server.settimeout(0.05)
-        while len(self.channels) + refusals < NODES and now() < MEET_BY:
+        while len(self.channels) + refusals < given.NODES and now() < given.MEET_BY:
             with contextlib.suppress(OSError):  # a thread each: some who connect say nothing
                 threading.Thread(target=hear, args=server.accept()[:1], daemon=True).start()
             while not came.empty():
@@ -117,8 +98,8 @@ class Survey:
                 node, host, refused = theirs["node"], theirs["host"], ""
                 if len({"", theirs["launch"], hello["launch"]}) > 2:
                     refused = f"{host} is of another launch, with the same MASTER_PORT"
-                elif theirs["nodes"] != NNODES:
-                    refused = f"NNODES is {NNODES} on node 0 and {theirs['nodes']} on {host}"
+                elif theirs["nodes"] != given.NNODES:
+                    refused = f"NNODES is {given.NNODES} on node 0 and {theirs['nodes']} on {host}"
                 elif node in self.channels:
                     refused = f"both {self.hellos[node]['host']} and {host} have NODE_RANK={node}"
                 else:
@@ -130,16 +111,16 @@ class Survey:
                     self.add(host, "nodes", True, refused, "number the nodes from 0, each once")
         self.channels = dict(sorted(self.channels.items()))
         server.close()  # the ranks will need the port
-        few = refusals > 0 or len(self.channels) < LEAST
-        for node in sorted(set(range(NODES)) - set(self.channels)):
-            fact = f"did not come within {MEET_BY - START:.0f} s"
+        few = refusals > 0 or len(self.channels) < given.LEAST
+        for node in sorted(set(range(given.NODES)) - set(self.channels)):
+            fact = f"did not come within {given.MEET_BY - given.START:.0f} s"
             remedy = f"is it started, with NODE_RANK={node}? What did it print?"
             self.add(f"node {node}", "nodes", few or "warn", fact, remedy)
-        self.add("all nodes", "nodes", False, f"{len(self.channels)} of {NODES} are here")
+        self.add("all nodes", "nodes", False, f"{len(self.channels)} of {given.NODES} are here")
 
     def run(self) -> None:
         """All questions; the ranks come last, and only where nothing has failed before."""
-        self.facts = self.ask("machine", LOOK_BY + 2, seconds=LOOK_BY - now())
+        self.facts = self.ask("machine", given.LOOK_BY + 2, seconds=given.LOOK_BY - now())
         for node, facts in self.facts.items():
             for rank in facts["ranks"]:
                 rank.pop("said", "")
@@ -150,7 +131,7 @@ class Survey:
         self.network()
         if all("run_dir" in self.facts.get(node, {}) for node in {0, *self.channels}):
             self.storage()
-        if self.ok and len(self.channels) == NODES:
+        if self.ok and len(self.channels) == given.NODES:
             self.measure()
         elif self.ok:
             self.add("all nodes", "all-reduce", "warn", "not measured: a node is missing")
@@ -190,13 +171,14 @@ class Survey:
 
         # On a CPU weights, gradients and Adam's two moments of 4 bytes each; to GPUs weights pass by.
         needed = 6e8 * n + facts.get("parameters", 0) * (4 if gpu else 16)
-        fact, low = f"{size(facts['memory'])}, about {size(needed)} needed", facts["memory"] < needed
+        fact = f"{size(facts['memory'])}, about {size(needed)} needed"
+        low = facts["memory"] < needed
         add("memory", low and "warn", fact, "raise the limit (--mem), or start fewer ranks")
         if (space := facts["space"]) >= 0:  # torch maps more than it uses, and GPUs all there is
             add("limits", "warn", f"address space of {size(space)}", "ulimit -v unlimited")
         if facts["infiniband"] and facts["locked"] >= 0:
             add("limits", "warn", f"locked memory {size(facts['locked'])}", "ulimit -l unlimited")
-        low = 0 <= facts["files"] < max(4096, 4 * n * NODES)
+        low = 0 <= facts["files"] < max(4096, 4 * n * given.NODES)
         add("limits", low and "warn", f"{facts['files']} open files", "ulimit -n 65536")
         if (shm := facts["shm"]) is not None:
             low = shm < 1e9 and (gpu or workers > 0)
@@ -262,7 +244,8 @@ class Survey:
 
     def measure(self) -> None:
         """All-reduce over all ranks, transfer between nodes, and the speed of each rank."""
-        answers = self.ask("all-reduce", MEASURE_BY + 2, seconds=MEASURE_BY - now())
+        until = given.MEASURE_BY
+        answers = self.ask("all-reduce", until + 2, seconds=until - now())
         results = list(itertools.chain(*answers.values()))
         failed = [result for result in results if "error" in result]
         causes = [result for result in failed if not result.get("peer")] or failed
@@ -302,18 +285,17 @@ class Survey:
 
 def report(found: Facts) -> str:
     """What people read: what is not well, tables, and what is."""
-    checks = found["checks"]
+    checks, nodes = found["checks"], found["nodes"]
     bad = [check for check in checks if check["status"] != "ok"]
     lines = ["{status:4}  {name}, {where}: {message}".format(**check) for check in bad]
-    lines += table("node host address python torch nccl commit cores memory shm files", found["nodes"])
+    lines += table("node host address python torch nccl commit cores memory shm files", nodes)
     lines += table("rank host device memory seconds", found["ranks"])
     lines += table("between gb_per_s", found["bandwidth"])
-    unwell = {check["name"] for check in bad}
-    fine = dict.fromkeys(check["name"] for check in checks if check["name"] not in unwell)
-    failed = sum(check["status"] == "fail" for check in bad)
-    well = "all is well" + (f" but for {len(bad)} warning(s)" if bad else "")
+    fine = sorted({check["name"] for check in checks} - {check["name"] for check in bad})
     lines += ["", f"ok    {', '.join(fine)}"] if fine else []
-    return "\n".join([*lines, f"preflight: {failed} failed" if failed else f"preflight: {well}"])
+    failed = sum(check["status"] == "fail" for check in bad)
+    end = "all is well" + (f" but for {len(bad)} warning(s)" if bad else "")
+    return "\n".join([*lines, f"preflight: {f'{failed} failed' if failed else end}"])
 
 
 def some(names: list[str]) -> str:
@@ -373,7 +355,7 @@ def lead(survey: Survey, node: Node, server: socket.socket) -> None:
 def main(options: list[str]) -> int:
     as_json = "--json" in options
     options = [option for option in options if option != "--json"]
-    survey, me, ok = Survey(), f"node {NODE} ({socket.gethostname()})", True
+    survey, me, ok = Survey(), f"node {given.NODE} ({socket.gethostname()})", True
     node: Node | None = None
 
     def give_up() -> None:
@@ -385,12 +367,12 @@ def main(options: list[str]) -> int:
         finally:
             os._exit(1)
 
-    alarm = threading.Timer(END - now(), give_up)
+    alarm = threading.Timer(given.END - now(), give_up)
     alarm.daemon = True
     alarm.start()
     try:
         family, address = resolve()
-        server = listen(family, PORT) if NODE == 0 else None
+        server = listen(family, given.PORT) if given.NODE == 0 else None
         node = Node(family, address)
         if server:
             node.start_ranks(server.getsockname()[1], options)
@@ -399,7 +381,7 @@ def main(options: list[str]) -> int:
             survey.stage = "joining node 0"
             channel = join(address, node.hello, node.source)
             survey.stage = "answering node 0"
-            node.start_ranks(PORT, options)
+            node.start_ranks(given.PORT, options)
             ok = serve(channel, node.handlers)
     except Problem as problem:
         survey.add(me, problem.args[0], True, *problem.args[1:])
@@ -408,7 +390,7 @@ def main(options: list[str]) -> int:
     finally:
         if node:
             node.end()
-    if NODE == 0 or survey.checks:
+    if given.NODE == 0 or survey.checks:
         survey.show(as_json)
     elif not ok:
         print(f"preflight: {me}: node 0 says what is wrong", file=sys.stderr)

@@ -44,6 +44,7 @@ MEASURE_BY = START + 53.0  # and all ranks have measured
 END = START + 57.0  # whatever hangs (a disk, a name server), this process does not outlive it
 
 Facts = dict[str, Any]
+CAUSE = r"(?!frame #).*(what\(\)|NCCL WARN|Error)"  # in what a rank that died has said
 
 
 class Problem(Exception):
@@ -187,7 +188,7 @@ def join(address: str, hello: Facts, source: str) -> Channel:
                 hello["interface"] = f"{INTERFACE} ({source}) does not lead to node 0: {why}"
                 break
         if now() > MEET_BY:
-            remedy = f"is it started within {MEET_BY - START:.0f} s of this one, and at this address?"
+            remedy = f"is it started, within {MEET_BY - START:.0f} s of this? Is that its address?"
             raise Problem("network", f"{what}: {why}", remedy)
         if why != told and now() - START > 3:
             print(f"preflight: waiting for {what}: {why}", file=sys.stderr)
@@ -301,7 +302,7 @@ class Rank:
         output = self.output.fileno()  # where it may still be writing
         tail = os.pread(output, 1 << 16, max(0, os.fstat(output).st_size - (1 << 16)))
         said = tail.decode(errors="replace").strip().splitlines() or ["nothing said"]
-        causes = [*filter(re.compile(r"(?!frame #).*(what\(\)|NCCL WARN|Error)").match, said)] or said
+        causes = [line for line in said if re.match(CAUSE, line)] or said
         status = self.process.returncode
         end = {None: "it does not end", -9: "killed: memory?"}.get(status, f"exit status {status}")
         error = answer["error"] or f"{causes[-1].strip()[:300]} ({end})"
