@@ -30,10 +30,10 @@ PORT = 29500
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project whose steps take a tenth of a second."""
+    """A project whose steps take a tenth of a second; with a file `slow` a second."""
     folder = tmp_path_factory.mktemp("place") / "a place" / "demo"
     write_project(folder, model="mlp", precision="fp32")
-    change(folder, f"{STEP}        time.sleep(0.1)\n")
+    change(folder, f"{STEP}        time.sleep(1 if (PROJECT / 'slow').exists() else 0.1)\n")
     return folder
 
 
@@ -141,7 +141,7 @@ def test_a_cut_cable_and_a_dead_host_are_told_in_time_and_cost_a_few_steps(
     assert launches.losses(run) == pytest.approx(alone, rel=1e-5)
 
 
-def test_an_elastic_run_goes_on_when_a_host_is_lost_and_when_it_comes_back(
+def test_an_elastic_run_goes_on_when_a_host_is_lost_and_when_another_comes(
     project: Path, ranks: Ranks
 ) -> None:
     steps = "--train.steps=60"
@@ -149,13 +149,14 @@ def test_an_elastic_run_goes_on_when_a_host_is_lost_and_when_it_comes_back(
     run, options = project / "runs" / "elastic", ["--run.name=elastic", *TRAIN, steps]
     conf = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3"
     with (
-        Hosts(2) as hosts,
+        Hosts(3) as hosts,
         nodes(hosts, project, *options, NNODES="1:2", RDZV_CONF=conf) as processes,
     ):
         assert eventually(lambda: 4 in launches.checkpoints(run), 60)
         hosts.kill(2)
         reached = launches.checkpoints(run)[-1]
         assert eventually(lambda: launches.checkpoints(run)[-1] > reached + 2, 60)
+        (project / "slow").touch()
         env = launches.environment(
             NNODES="1:2",
             NODE_RANK="1",
@@ -164,8 +165,11 @@ def test_an_elastic_run_goes_on_when_a_host_is_lost_and_when_it_comes_back(
             NPROC_PER_NODE="1",
         )
         processes.append(
-            hosts.start(2, ["bash", project / "launch" / "node.sh", *options], env=env)
+            hosts.start(3, ["bash", project / "launch" / "node.sh", *options], env=env)
         )
+        log = run / "logs" / "rank_0.log"
+        assert eventually(lambda: log.read_text().count("by 2 data-parallel") == 2, 60)
+        (project / "slow").unlink()
         (code, out), _, (other, _) = ends(processes)
     assert (code, other) == (0, 0), out
     worlds = re.findall(r"by (\d) data-parallel rank\(s\)", out)
