@@ -465,9 +465,9 @@ def test_a_sharded_run_needs_a_shared_folder(projects: Path) -> None:
     assert [node.code for node in said.values()] == [1, 1]
     assert "node 1 (node2): run.dir is not the folder" in said[1].named("shared folder")
     assert list((project / "runs").iterdir()) == []
-    said = alone(project, "--parallel.shard_size=3")
-    assert said.code == 1
-    assert "parallel.shard_size is 3, which does not divide 1 ranks" in said.named("ranks")
+    misfit = alone(project, "--parallel.shard_size=3")
+    assert misfit.code == 1
+    assert "parallel.shard_size is 3, which does not divide 1 ranks" in misfit.named("ranks")
 
 
 def test_missing_gpus_are_named(lab: Lab, tmp_path: Path) -> None:

@@ -249,10 +249,11 @@ class Survey:
         results = list(itertools.chain(*answers.values()))
         failed = [result for result in results if "error" in result]
         causes = [result for result in failed if not result.get("peer")] or failed
-        for error, who in errors(causes).items():
+        for error, who in [*errors(causes).items()][:8]:
             first = next(result for result in causes if result["error"] == error)
             check, bad = first.get("check", "all-reduce"), first.get("bad", True)
-            self.add(who, check, bad, error, "on GPUs NCCL_DEBUG=INFO tells more")
+            remedy = "" if "check" in first else "on GPUs NCCL_DEBUG=INFO tells more"
+            self.add(who, check, bad, error, remedy)
             print(f"rank {first['rank']}:", *first.get("said", []), sep="\n  ", file=sys.stderr)
         if failed or not self.ok:
             return
