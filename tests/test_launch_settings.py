@@ -284,6 +284,10 @@ def test_an_interface_without_an_address_gives_none_to_an_elastic_run(
             assert done.returncode == 0, done.stderr
             assert option(environment, "--local-addr") == address
             assert agent(environment)["NCCL_SOCKET_IFNAME"] == interface
+            assert "is no address of this machine" not in done.stderr
+        env = node | elastic | {"MASTER_ADDR": "10.77.0.254"}  # of another machine
+        done = hosts.run(1, ["bash", project / "launch" / "node.sh"], env=env)
+        assert "MASTER_ADDR=10.77.0.254 (10.77.0.254) is no address of this machine" in done.stderr
 
 
 @pytest.mark.parametrize(

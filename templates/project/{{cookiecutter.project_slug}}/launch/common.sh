@@ -179,6 +179,12 @@ if rank == "0":
             taken = error.errno == errno.EADDRINUSE
             fail(f"port {port} of this machine " + ("is taken: end the process that has it, or set"
                  if taken else f"cannot be used ({error.strerror}): set") + " another MASTER_PORT on every node")
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:  # an address that others reach it by may be translated, so it is no error
+            print(f"launch: WARNING: MASTER_ADDR={host} ({address[0]}) is no address of this machine: is it"
+                  " node 0? The others look for it there", file=sys.stderr)
 
 interfaces = [name for _, name in socket.if_nameindex()]
 if chosen:
