@@ -512,6 +512,12 @@ def test_without_a_shared_disk_ddp_trains_and_resumes_through_rank_0(
     assert train.steps(on[0]) == [8, 9]
     assert not (on[1] / "checkpoints").exists()
     assert (on[1] / "logs" / "rank_1.log").exists()
+    # The nodes in another order: rank 0 would begin anew, without a word.
+    swapped = OWN_DISK.replace('os.environ["RANK"]', 'str(1 - int(os.environ["RANK"]))')
+    result = train(2, run=run, before=swapped)
+    assert result.codes == [1, 1], result
+    assert f"rank 1 has {on[0]}/checkpoints/step_00000009, and rank 0 nothing" in result.outputs[0]
+    assert train.steps(on[0]) == [8, 9]
 
 
 def test_without_a_shared_disk_fsdp_is_refused_with_the_reason(train: Trainer) -> None:
