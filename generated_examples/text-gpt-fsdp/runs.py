@@ -6,8 +6,10 @@ Needs no torch and no environment: any Python from 3.6 on, as login nodes have i
 
 import argparse
 import json
+import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -24,30 +26,38 @@ def main() -> None:
     held = held_by_slurm([job for folder in found for job in jobs(folder)])
     runs = [describe(folder, held) for folder in found]
     if options.json:
-        print(json.dumps(runs, indent=2))
+        text = json.dumps(runs, indent=2)
     elif not runs:
-        print("no runs in " + ", ".join(map(str, folders)))
+        text = "no runs in " + ", ".join(map(str, folders))
     else:
         rows = [COLUMNS] + [row(run) for run in runs]
         widths = [max(len(line[i]) for line in rows) for i in range(len(COLUMNS))]
-        for line in rows:
-            print("  ".join(cell.ljust(widths[i]) for i, cell in enumerate(line)).rstrip())
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in rows]
+        text = "\n".join(lines)
+    # A folder's name may be one that the terminal cannot show.
+    print(text.encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding))
 
 
 def find(folders: list) -> list:
     """The runs among these folders and right in them, the last one that wrote something first."""
     found = []
     for folder in folders:
-        inside = sorted(folder.iterdir()) if folder.is_dir() else []
-        found += [path for path in [folder, *inside] if is_run(path)]
+        found += [path for path in [folder, *inside(folder)] if is_run(path)]
     return sorted(found, key=last_sign, reverse=True)
+
+
+def inside(folder: Path) -> list:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []  # no folder, or one that is another user's own
 
 
 def is_run(folder: Path) -> bool:
     names = ("metrics.jsonl", "checkpoints", "config.toml", "lock")
-    # A project has a config.toml too.
-    written = any((folder / name).exists() for name in names)
-    return (written and not (folder / "train.py").exists()) or bool(jobs(folder))
+    # A project has a config.toml too. Of os.path, for those of Path raise where a path is broken.
+    written = any(os.path.exists(folder / name) for name in names)
+    return (written and not os.path.exists(folder / "train.py")) or bool(jobs(folder))
 
 
 def last_sign(folder: Path) -> float:
@@ -61,19 +71,22 @@ def last_sign(folder: Path) -> float:
     return max(times or [0.0])
 
 
-def describe(folder: Path, held: set) -> dict:
+def describe(folder: Path, held: dict) -> dict:
     """What is known of a run; what is missing, broken or half-written is None."""
     checkpoint, train = newest_checkpoint(folder), resolved_config(folder).get("train", {})
     lines = metrics(folder)
-    steps = [line for line in lines if "loss" in line]
-    step = steps[-1]["step"] if steps else checkpoint.get("step")
+    losses = [line for line in lines if "loss" in line]
+    step = losses[-1]["step"] if losses else checkpoint.get("step")
     step = step if isinstance(step, int) else 0
-    scores = [line for line in lines if isinstance(line.get("eval_loss"), (int, float))]
+    scores = [line for line in lines if is_number(line.get("eval_loss"))]
     best = min(scores, key=lambda line: line["eval_loss"]) if scores else {}
-    return {
-        "run": folder.name,
+    run = {
+        "run": os.path.basename(os.path.abspath(str(folder))),
         "folder": str(folder),
         "state": state(folder, step, train.get("steps"), held),
+        "code": checkpoint["code"] if isinstance(checkpoint.get("code"), str) else None,
+    }  # type: dict
+    numbers = {
         "step": step,
         "steps": train.get("steps"),
         "checkpoint": checkpoint.get("step"),
@@ -83,51 +96,56 @@ def describe(folder: Path, held: set) -> dict:
         "lr": train.get("lr"),
         "batch": train.get("global_batch_size"),
         "ranks": checkpoint.get("ranks"),
-        "code": checkpoint.get("code"),
         "age": time.time() - last_sign(folder),
     }
+    run.update((name, value if is_number(value) else None) for name, value in numbers.items())
+    return run
 
 
-def state(folder: Path, step: int, steps: object, held: set) -> str:
-    """running, queued, finished, failed, killed (nothing tidied up) or stopped."""
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e300  # so not NaN
+
+
+def state(folder: Path, step: int, steps: object, held: dict) -> str:
+    """running, starting, queued, finished, failed, killed (nothing tidied up) or stopped."""
     try:
         beat = (folder / "lock").stat().st_mtime  # touched every 10 s
     except OSError:
         beat = 0.0
-    if time.time() - beat < 60:
+    if abs(time.time() - beat) < 60:  # a disk's clock may be ahead
         return "running"
-    if held.intersection(jobs(folder)):
-        return "queued"
-    if isinstance(steps, int) and step >= steps and (folder / "export").is_dir():
+    for job in jobs(folder):
+        if job in held:
+            return "starting" if held[job] in ("CONFIGURING", "RUNNING") else "queued"
+    if isinstance(steps, int) and step >= steps and os.path.isdir(folder / "export"):
         return "finished"
-    if (folder / "logs" / "error.txt").exists():
+    if os.path.exists(folder / "logs" / "error.txt"):
         return "failed"
     return "killed" if beat else "stopped"
 
 
 def jobs(folder: Path) -> list:
     """The Slurm jobs that launch/submit.sh has given the run to: 71, or 71_2 of an array."""
-    texts = [read(path).strip() for path in (folder / "code").glob("*.job")]
+    texts = [read(path).strip() for path in inside(folder / "code") if path.suffix == ".job"]
     return [text for text in texts if re.match(r"[0-9]+(_[0-9]+)?$", text)]
 
 
-def held_by_slurm(jobs: list) -> set:
-    """Those of the jobs that Slurm has waiting or running."""
-    command = ["squeue", "--noheader", "--array", "--format=%i", "--jobs=" + ",".join(jobs)]
+def held_by_slurm(jobs: list) -> dict:
+    """Those of the jobs that Slurm has waiting or running, and the state of each."""
+    if not jobs:
+        return {}
+    command = ["squeue", "--noheader", "--array", "--format=%i %T", "--jobs=" + ",".join(jobs)]
     try:
         answer = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
     except (OSError, subprocess.SubprocessError):
-        return set()  # no Slurm here, or it has forgotten them
-    return set(answer.decode().split()) if jobs else set()
+        return {}  # no Slurm here, or it has forgotten them
+    return dict(re.findall(r"(\S+) (\S+)", answer.decode()))
 
 
 def newest_checkpoint(folder: Path) -> dict:
     """The record of the newest checkpoint that has one."""
-    for path in sorted(folder.glob("checkpoints/step_*/state.json"), reverse=True):
-        try:
-            record = json.loads(read(path))
-        except ValueError:
-            continue
+    for path in reversed(inside(folder / "checkpoints")):
+        record = parsed(read(path / "state.json")) if path.name.startswith("step_") else None
         if isinstance(record, dict):
             return record
     return {}
@@ -142,25 +160,22 @@ def resolved_config(folder: Path) -> dict:
             section = line.strip("[] ")
             sections[section] = {}
             continue
-        key, equals, value = line.partition(" = ")
-        try:
-            sections[section][key] = json.loads(value) if equals else None
-        except ValueError:
-            pass  # a person's own TOML; only what was resolved is JSON
+        key, _, value = line.partition(" = ")
+        sections[section][key] = parsed(value)
     return sections
 
 
 def metrics(folder: Path) -> list:
     """The whole lines of metrics.jsonl; the last one may be half-written."""
-    lines = []
-    for text in read(folder / "metrics.jsonl").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+    lines = [parsed(text) for text in read(folder / "metrics.jsonl").splitlines()]
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
+
+
+def parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # half-written, or a person's own
 
 
 def read(path: Path) -> str:

@@ -27,7 +27,9 @@ class StopSignal:
     def __init__(self) -> None:
         self.raised = False
         for number in STOP_SIGNALS:
-            signal.signal(number, self._raise)
+            # What nohup or a shell's & ignores stays ignored; the launch script's are so for torchrun.
+            if CONTROL or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._raise)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         # A second Ctrl-C means now. Others may well come twice: from Slurm, and through torchrun.
@@ -110,21 +112,24 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stopped = threading.Event()
-        # A restart by torchrun or a requeue by Slurm is the same launch: it may go on at once.
-        run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        launch = os.environ.get("SLURM_JOB_ID") or ("" if run_id == "none" else run_id)
+        # A requeue by Slurm or a restart by torchrun is the same launch, with a higher count.
+        launch, count = os.environ.get("SLURM_JOB_ID", ""), "SLURM_RESTART_COUNT"
+        if not launch:
+            launch, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), "TORCHELASTIC_RESTART_COUNT"
         pid = os.getpid()
-        self.me = {
+        self.me: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": pid,
             "started": _started(pid),
             "space": _pid_space(),
-            "launch": launch,
+            "launch": "" if launch == "none" else launch,
+            "start": os.environ.get(count, "").zfill(9),  # as text, which compares with any other
         }
 
     def acquire(self) -> None:
         """Raises UserError while another launch holds the lock."""
-        ours = self.path.with_name(f"lock.{os.getpid()}")
+        # Not of the process number: those of containers are much alike.
+        ours = self.path.with_name(f"lock.{uuid.uuid4().hex}")
         ours.write_text(json.dumps(self.me), encoding="utf-8")
         try:
             if self.path.exists() and self._is_dead(self._owner(), ours):
@@ -152,18 +157,19 @@ class Lock:
     def _is_dead(self, owner: dict[str, Any], ours: Path) -> bool:
         if all(owner[key] == self.me[key] for key in ("host", "space")):
             return _started(owner["pid"]) != owner["started"]
+        patience = 6 * HEARTBEAT
         if owner["launch"] and owner["launch"] == self.me["launch"]:
-            return True
+            if str(owner["start"]) < self.me["start"]:
+                return True
+            patience = 2.5 * HEARTBEAT  # restarted elsewhere, or a second step of the Slurm job
         # By its heartbeat, on the disk's clock, since those of two hosts may differ.
-        with contextlib.suppress(FileNotFoundError):
-            last = _touched(self.path)
-            while _touched(self.path) == last:
-                os.utime(ours)
-                if _touched(ours) - last > 6 * HEARTBEAT:
-                    return True
-                time.sleep(0.5)
-            return False
-        return True
+        last = _touched(self.path)
+        while last and _touched(self.path) == last:
+            os.utime(ours)
+            if _touched(ours) - last > patience:
+                return True
+            time.sleep(0.5)
+        return False
 
     def _beat(self) -> None:
         while not self.stopped.wait(HEARTBEAT):
@@ -177,9 +183,10 @@ class Lock:
 
 
 def _touched(path: Path) -> float:
-    """When the file was last written; opened, because a shared disk may answer from memory else."""
-    with path.open("rb") as file:
+    """When the file was last written, 0 if it is gone; of an unopened one a disk may say what was."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime
+    return 0.0
 
 
 def _started(pid: int) -> str:
@@ -195,6 +202,8 @@ def _started(pid: int) -> str:
 
 def _pid_space() -> str:
     """Where process numbers hold: containers on one host each have their own."""
+    space = ""
     with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
+        space = os.readlink("/proc/self/ns/pid")
+        space += Path("/proc/sys/kernel/random/boot_id").read_text()  # all hosts' first is alike
+    return space

@@ -43,10 +43,10 @@ find_python() {
 # Prints "GPUS CORES TORCH HIDDEN": the GPUs that torch sees, the cores that this process may use,
 # torch's version, and 1 where there are NVIDIA GPUs that torch does not see.
 look_at_machine() {
-  PYTHONSAFEPATH=1 "${INTERPRETER[@]}" - "$BACKEND" "$PROJECT_DIR" <<'PYTHON_CODE'
+  PYTHONSAFEPATH=1 "${INTERPRETER[@]}" - "$BACKEND" "$PROJECT_DIR" "$SCAFFOLD_CONTROL" <<'PYTHON_CODE'
 import sys
 
-backend, project = sys.argv[1:]
+backend, project, control = sys.argv[1:]
 remedy = "activate the environment that has it, or in %s: " % project
 remedy += "python3 -m venv .venv && .venv/bin/pip install -e ."
 if sys.version_info < (3, 11):
@@ -54,6 +54,10 @@ if sys.version_info < (3, 11):
              % (sys.executable, sys.version_info[0], sys.version_info[1], remedy))
 
 import glob, os, re, shutil, signal, subprocess
+
+if not os.path.isdir(control):
+    sys.exit(f"launch: the container does not see {control} of the node, through which the launch talks with "
+             "it: bind that folder's parent, or set TMPDIR to a folder that is bound")
 from importlib.metadata import PackageNotFoundError, version
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback
@@ -84,14 +88,15 @@ PYTHON_CODE
 }
 
 choose_ranks() { # sets NPROC_PER_NODE, and BACKEND where there are no GPUs to use
-  local gpus cores torch hidden wanted=$GPUS_PER_NODE machine
+  local gpus cores torch hidden wanted=$GPUS_PER_NODE machine strict=''
+  # A node that quietly took fewer GPUs than it was given would waste them, and hold the other nodes back.
+  if [ "$NNODES" != 1 ] || [ "${NEEDS_GPUS:-0}" != 0 ]; then strict=1; fi
   machine=$(look_at_machine) # where it fails it has said why
   read -r gpus cores torch hidden <<<"$machine"
   if [ "$gpus" -gt 0 ]; then
     [ "${NPROC_PER_NODE:-0}" -le "$gpus" ] ||
       die "NPROC_PER_NODE=$NPROC_PER_NODE, but torch sees $gpus GPU(s): use at most $gpus, or BACKEND=gloo"
-    # A node that quietly took fewer GPUs than the others would hold them all back.
-    [ "$wanted" -le "$gpus" ] || [ "$NNODES" = 1 ] || [ -n "${NPROC_PER_NODE:-}" ] ||
+    [ "$wanted" -le "$gpus" ] || [ -z "$strict" ] || [ -n "${NPROC_PER_NODE:-}" ] ||
       die "torch sees $gpus GPU(s) on $(hostname), not $wanted: set GPUS_PER_NODE=$gpus on every node, or look at the node"
     [ "$wanted" -le "$gpus" ] || wanted=$gpus
   else
@@ -104,8 +109,8 @@ choose_ranks() { # sets NPROC_PER_NODE, and BACKEND where there are no GPUs to u
       say "WARNING: there are NVIDIA GPUs here, but torch $torch sees none: look at the driver," \
         "CUDA_VISIBLE_DEVICES, and whether this torch was built for CUDA"
     # A node that quietly took gloo would leave the others waiting for it in nccl.
-    if [ "$NNODES" != 1 ] && [ "$hidden$BACKEND" != 0auto ]; then
-      die "no GPU on this node: set BACKEND=gloo on every node to train on CPUs"
+    if [ -n "$strict" ] && [ "${NEEDS_GPUS:-0}$hidden$BACKEND" != 00auto ]; then
+      die "torch $torch of $PYTHON sees no GPU on $(hostname): look at the node, or set BACKEND=gloo on every node to train on CPUs"
     fi
     say "no GPU found: training on the CPU with gloo (GPUS_PER_NODE=$GPUS_PER_NODE, $cores core(s)," \
       "at most one rank a core)"
@@ -174,6 +179,12 @@ if rank == "0":
             taken = error.errno == errno.EADDRINUSE
             fail(f"port {port} of this machine " + ("is taken: end the process that has it, or set"
                  if taken else f"cannot be used ({error.strerror}): set") + " another MASTER_PORT on every node")
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError:  # an address that others reach it by may be translated, so it is no error
+            print(f"launch: WARNING: MASTER_ADDR={host} ({address[0]}) is no address of this machine: is it"
+                  " node 0? The others look for it there", file=sys.stderr)
 
 interfaces = [name for _, name in socket.if_nameindex()]
 if chosen:
@@ -222,13 +233,13 @@ while True:
         socket.create_connection((host, port), timeout=3).close()
         break
     except ConnectionRefusedError:
-        reason = "refused: nothing listens there, is node 0 started?"
+        reason = "refused: nothing listens there, is node 0 started, or does it still prepare data?"
     except TimeoutError:
         reason = "no answer: a firewall, or the wrong address?"
     except OSError as error:
         reason = error.strerror
     if time.monotonic() > end:
-        sys.exit(f"launch: gave up on node 0 at {host}:{port} after {limit:.0f} s: {reason}")
+        sys.exit(f"launch: gave up on node 0 at {host}:{port} after {limit:.0f} s (NODE_WAIT): {reason}")
     if reason != told:
         print(f"launch: waiting for node 0 at {host}:{port} ({reason})", file=sys.stderr)
         told = reason
@@ -287,24 +298,36 @@ finish() { # PID: its exit status once it has ended, whatever signals come meanw
 
 # --- the launch ---------------------------------------------------------------------------------
 
+prepare() { # TRAIN.PY OPTIONS...: the data, before any rank, so that none waits for another
+  local status=0
+  if [ -f prepare.py ]; then
+    env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" prepare.py "$@" & # it says itself what is wrong
+    finish $! || status=$?
+    [ "$status" -le 128 ] || die "prepare.py was killed by signal $((status - 128))"
+    [ "$status" -eq 0 ] || exit 1
+  fi
+}
+
+# Where ranks failed without a word: what is wrong with the code, or a package, was said by each of them.
+explain_import() {
+  local why
+  why=$(env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" -c 'import train' 2>&1) && return
+  printf '%s\nerror: train.py cannot be imported on %s: %s\n' "$why" "$(hostname)" "${why##*$'\n'}" >&2
+  exit 1
+}
+
 launch() { # TRAIN.PY OPTIONS...; torchrun's options are in RENDEZVOUS. Ends the script.
-  local status=0 option
-  for option in "$@"; do
-    case $option in -h | --help) env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" train.py --help && exit ;; esac
-  done
+  local status=0
   if [ "$PREFLIGHT" != 0 ]; then # one process a node: it looks at the network before any rank could hang on it
     export NNODES GPUS_PER_NODE NPROC_PER_NODE NODE_RANK MASTER_ADDR MASTER_PORT NETWORK_INTERFACE
     "${INTERPRETER[@]}" launch/preflight.py "$@" &
     finish $! || status=$?
     exit "$status"
   fi
-  if [ -f prepare.py ]; then # before any rank, so that none waits for another's preparing
-    env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" prepare.py "$@" & # it says itself what is wrong
-    finish $! || status=$?
-    [ "$status" -le 128 ] || die "prepare.py was killed by signal $((status - 128))"
-    [ "$status" -eq 0 ] || exit 1
-  fi
-
+  # An elastic run is one that restarts.
+  case $NNODES in *:*) : "${MAX_RESTARTS:=3}" ;; *) : "${MAX_RESTARTS:=0}" ;; esac
+  # Without this a restarted rank may look for its peers where they were before.
+  [ "$MAX_RESTARTS" -eq 0 ] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   (
     # The ranks' own handlers and the file "stop" end a run well; torchrun must not end first.
     trap '' HUP INT TERM USR1
@@ -325,11 +348,11 @@ launch() { # TRAIN.PY OPTIONS...; torchrun's options are in RENDEZVOUS. Ends the
   elif [ -e "$SCAFFOLD_CONTROL/preempted" ]; then
     say "stopped after saving a checkpoint, exit status ${PREEMPTED_STATUS:=75}"
     exit "$PREEMPTED_STATUS"
-  elif [ "$status" -ne 0 ] && [ "$NNODES" != 1 ] && [ ! -e "$SCAFFOLD_CONTROL/run" ]; then
-    die "failed before the ranks had met: have all $NNODES nodes started, with numbers of their own? A rank may have said more above"
-  elif [ "$status" -ne 0 ]; then
-    die "failed: the report above names the rank (exitcode -9 is often memory run out)"
+  elif [ "$status" -ne 0 ] && [ ! -e "$SCAFFOLD_CONTROL/run" ]; then
+    explain_import
+    [ "$NNODES" = 1 ] || die "failed before the ranks had met: have all $NNODES nodes started, with numbers of their own? A rank may have said more above"
   fi
+  [ "$status" -eq 0 ] || die "failed: the report above names the rank (exitcode -9 is often memory run out)"
   exit 0
 }
 
@@ -342,10 +365,9 @@ trap 'on_signal QUIT' QUIT
 trap 'on_signal TERM' TERM
 trap 'on_signal USR1' USR1
 
-: "${MAX_RESTARTS:=0}" # times that torchrun starts failed ranks again, from the last checkpoint
-whole_number MAX_RESTARTS "$MAX_RESTARTS" 0
-# Without this a restarted rank may look for its peers where they were before.
-[ "$MAX_RESTARTS" -eq 0 ] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+whole_number NODE_WAIT "${NODE_WAIT:=300}" 0 # seconds that nodes may start apart
+# Times that torchrun starts failed ranks again, from the last checkpoint.
+[ -z "${MAX_RESTARTS:-}" ] || whole_number MAX_RESTARTS "$MAX_RESTARTS" 0
 if [ "${OFFLINE:=0}" = 1 ]; then
   export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE="${WANDB_MODE:-offline}"
 fi
@@ -356,10 +378,15 @@ find_python # before cd, since PYTHON may be relative
 cd -- "$PROJECT_DIR" || exit 1 # paths in the config are relative to the project
 ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true # data loaders pass many open files around
 
-if [ -n "${SCRATCH:-}" ] && [ ! -e runs ]; then
-  mkdir -p "$SCRATCH/${PROJECT_DIR##*/}/runs" || die "SCRATCH=$SCRATCH cannot be written"
-  ln -s "$SCRATCH/${PROJECT_DIR##*/}/runs" runs 2>/dev/null || [ -e runs ] || # another node was quicker
-    die "runs, a link into SCRATCH=$SCRATCH, cannot be made in $PROJECT_DIR"
+if [ -L runs ] && [ ! -e runs ]; then
+  die "runs is a link to $(readlink runs), which is gone: mount that disk, or remove the link to begin anew"
+elif [ -n "${RUNS_DISK:-}" ] && [ ! -e runs ]; then
+  sum=$(cksum <<<"$PROJECT_DIR") # two projects of one name have runs of their own
+  folder=$RUNS_DISK/${PROJECT_DIR##*/}-${sum%% *}
+  mkdir -p "$folder" || die "RUNS_DISK=$RUNS_DISK cannot be written"
+  ln -s "$folder" runs 2>/dev/null || [ -e runs ] || # another node was quicker
+    die "runs, a link to $folder, cannot be made in $PROJECT_DIR"
+  say "runs is a link to $folder from now on (RUNS_DISK)"
 fi
 
 if [ -n "${SCAFFOLD_CONTROL:-}" ]; then # of a launcher that looks into it afterwards
@@ -369,3 +396,7 @@ else
   trap 'rm -rf "$SCAFFOLD_CONTROL"' EXIT
 fi
 export SCAFFOLD_CONTROL
+if [ -n "$wants_help" ]; then # after what the script says of itself
+  env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" train.py --help
+  exit
+fi

@@ -174,7 +174,10 @@ class Checkpoints:
         """Loads what `run.resume` asks for; returns the completed (step, samples), (0, 0) if new."""
         with agreed():
             candidates = self._candidates() if RANK == 0 else []
-        for path in (candidates := from_rank_0(candidates)):
+        candidates = from_rank_0(candidates)
+        with agreed():
+            self._check_disk(candidates)
+        for path in candidates:
             with agreed():
                 record = self._read(path) if RANK == 0 else None
             record = from_rank_0(record)
@@ -195,6 +198,20 @@ class Checkpoints:
         if self.config.run.init_from:
             load_weights(self.model, PROJECT / self.config.run.init_from)
         return 0, 0
+
+    def _check_disk(self, candidates: list[Path]) -> None:
+        """Raises UserError where rank 0 has no shared disk, and this rank has newer checkpoints.
+
+        In an elastic run, or with the nodes in another order, rank 0 may be another machine than before.
+        """
+        mine = [] if self.run.shared or RANK == 0 else storage.complete(self.folder)
+        if mine and not any(
+            storage.step_of(path) >= storage.step_of(mine[0]) for path in candidates
+        ):
+            raise UserError(
+                f"rank {RANK} has {mine[0]}, and rank 0 nothing as new:\nput run.dir on a shared disk, "
+                "let that machine be the first, or use another run.name."
+            )
 
     def _candidates(self) -> list[Path]:
         """Where to go on from, the first choice first."""

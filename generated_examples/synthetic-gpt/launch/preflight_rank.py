@@ -1,6 +1,7 @@
 """One rank of a preflight: preflight.py starts it as torchrun would, asks, and kills it at the end."""
 
 import contextlib
+import ctypes
 import itertools
 import os
 import signal
@@ -11,7 +12,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,53 +40,59 @@ def facts() -> Facts:
     return found if LOCAL_RANK else {**found, "project": project()}
 
 
+def nccl_version() -> str:
+    """What is loaded; torch itself only tells what it was built with."""
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    major, rest = divmod(version.value, 10000)
+    return f"{major}.{rest // 100}.{rest % 100}" if major else "none"
+
+
 def project() -> Facts:
     """What must be the same on all nodes, and how much the run needs."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
-    found: Facts = {"torch": str(torch.__version__), "nccl": nccl, "code": code_hash()}
+    found: Facts = {"torch": str(torch.__version__), "nccl": nccl_version(), "code": code_hash()}
     try:
         config = load(sys.argv[2:])
     except UserError as error:
-        return {**found, "options_problem": str(error)}
+        return {**found, "options_problem": (True, str(error))}
     found["options"] = {**config.numbers(), "run.seed": config.run.seed}
     found |= {"run_dir": str(config.run_dir), "keep": config.checkpoint.keep, "parameters": 0}
     found |= {"workers": config.data.workers, "sharded": hasattr(parallel, "fully_shard")}
-    problem = "data_problem"
+    # What is not prepared yet may be by the time that training starts.
+    problem, bad = "data_problem", "warn" if (PROJECT / "prepare.py").exists() else True
+
+    def late(*_: object) -> None:
+        nonlocal bad
+        bad = "warn"  # large, or on a slow disk
+        raise UserError("not opened within 10 s: neither it nor the size of the model is known")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(10)
     try:
-        with at_most(10):
-            train_set, _, sizes, identity = data.build(config.data, PROJECT)
-            found["options"] |= {"the data": identity, "its length": len(train_set)}
-            sample = sum(torch.as_tensor(part).nbytes for part in train_set[0])
-            found["batch_bytes"] = sample * config.train.micro_batch_size
-        problem = "options_problem"
+        train_set, _, sizes, identity = data.build(config.data, PROJECT)
+        train_set[0]  # can it be read?
+        signal.alarm(0)
+        found["options"] |= {"the data": identity, "its length": len(train_set)}
+        problem, bad = "options_problem", True
         network = without_memory(model.build, config.model, sizes)
         found["parameters"] = sum(weight.numel() for weight in network.parameters())
     except UserError as error:
-        found[problem] = str(error)
-    return found
-
-
-@contextlib.contextmanager
-def at_most(seconds: int) -> Any:
-    """Ends what is in it after so many seconds: a data set may be large, and its disk slow."""
-
-    def late(*_: object) -> None:
-        raise UserError(f"not opened within {seconds} s, so nothing is known about it")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
         signal.alarm(0)
+        found[problem] = (bad, str(error))
+    return found
 
 
 def measure() -> Facts:
     """This rank's part in the measurements, in step with all others; or what went wrong."""
+    if os.environ.get("BACKEND") == "mpi" and dist.is_mpi_available():
+        return {"error": "not measured: ranks of mpi are started by mpirun alone", "bad": "warn"}
     try:
-        return measurements(distributed.start(PATIENCE))
+        device = distributed.start(PATIENCE)
+        parallel.Parallel(load(sys.argv[2:]), device)  # do the ranks divide into its groups?
+        return measurements(device)
     except UserError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "check": "ranks"}
     except Exception as error:
         return {"error": one_line(error), "peer": distributed.is_peer_failure(error)}
 
@@ -104,19 +110,17 @@ def measurements(device: torch.device) -> Facts:
     square = torch.ones(side, side, device=device)
     timed = partial(best, device)
     seconds = timed(lambda: [torch.mm(square, square) for _ in range(8)])
-    links: list[Facts] = []
+    links: list[Facts] = []  # each is told once, by its first rank
     if world > 1:
         took = timed(lambda: dist.all_reduce(sums))
         sent = sums.nbytes * 2 * (world - 1) / world  # by each rank, around a ring
-        links.append({"kind": "all-reduce", "between": "all ranks", "gb_per_s": sent / took / 1e9})
-    part, other = sums[: length // 4], numbers[: length // 4]
-    for a, b in pairs():  # the first ranks of two nodes
-        if rank in (a * RANKS, b * RANKS):
-            took = timed(partial(exchange, part, other, (a + b - NODE) * RANKS))
-            speed = part.nbytes / took / 1e9
-            links.append({"kind": "exchange", "between": f"nodes {a}, {b}", "gb_per_s": speed})
-    # Each link is told once, by its first rank.
-    links = [link for link in links if rank == 0 or link["between"].startswith(f"nodes {NODE},")]
+        links += [{"between": "all ranks", "gb_per_s": sent / took / 1e9}] * (rank == 0)
+    part, other = sums[: length // 4 // RANKS], numbers[: length // 4 // RANKS]
+    for a, b in pairs():  # all ranks of two nodes: each may have a network card of its own
+        if NODE in (a, b):
+            took = timed(partial(exchange, part, other, rank + (a + b - 2 * NODE) * RANKS))
+            speed = part.nbytes * RANKS / took / 1e9
+            links += [{"between": f"nodes {a}, {b}", "gb_per_s": speed}] * (rank == a * RANKS)
     return {"wrong": wrong, "seconds": seconds, "links": links}
 
 

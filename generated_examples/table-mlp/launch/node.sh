@@ -18,20 +18,19 @@ PROJECT_DIR=${PROJECT_DIR:-$(dirname "$script")/..}
 : "${MASTER_ADDR:=${PET_MASTER_ADDR:-}}" "${MASTER_PORT:=${PET_MASTER_PORT:-}}"
 case ${PET_NPROC_PER_NODE:-} in *[!0-9]*) ;; *) : "${NPROC_PER_NODE:=${PET_NPROC_PER_NODE:-}}" ;; esac
 unset "${!PET_@}" # torchrun reads them too
-# An elastic run is one that restarts.
-case $NNODES in *:*) : "${MAX_RESTARTS:=3}" ;; esac
 # shellcheck source=/dev/null
 . "$PROJECT_DIR/launch/common.sh"
 
-: "${MASTER_PORT:=29500}" "${NODE_WAIT:=300}"
+: "${MASTER_PORT:=29500}"
 [ -n "${MASTER_ADDR:-}" ] || die "MASTER_ADDR is not set: give node 0's host name or address"
 most=${NNODES#*:}
 [ -n "${NODE_RANK:-}" ] || die "NODE_RANK is not set: give this node's number, 0 to $((most - 1))"
 whole_number NODE_RANK "$NODE_RANK" 0
-whole_number NODE_WAIT "$NODE_WAIT" 0
 [ "$NODE_RANK" -lt "$most" ] ||
   die "NODE_RANK=$NODE_RANK, but with NNODES=$NNODES nodes are numbered 0 to $((most - 1))"
 
+# shellcheck disable=SC2034 # common.sh uses it
+[ "$BACKEND" != nccl ] || NEEDS_GPUS=1
 choose_ranks
 [ "$PREFLIGHT" = 0 ] || launch "$@" # it looks for itself, and tells more
 choose_interface
@@ -40,9 +39,11 @@ if [ "$NODE_RANK" -gt 0 ]; then
   await_node_0 &
   finish $! || exit 1
 fi
-case $NNODES in
-  *:*)
-    # Only c10d takes nodes that come and go. It ignores --node-rank; its store is on node 0.
+prepare "$@" # node 0 first: the others may find it done
+case $NNODES:${MAX_RESTARTS:-0} in
+  *:*:* | *:[1-9]*)
+    # Only c10d takes nodes that come and go, and tells restarted ranks where their peers are now. It ignores
+    # --node-rank; its store is on node 0.
     RENDEZVOUS=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"
       --rdzv-id="${RDZV_ID:-$MASTER_ADDR:$MASTER_PORT}" --rdzv-conf="is_host=$((NODE_RANK == 0))${RDZV_CONF:+,$RDZV_CONF}")
     [ -z "$own_address" ] || RENDEZVOUS+=(--local-addr="$own_address")

@@ -55,16 +55,13 @@ rank_of_mpi() { # TRAIN.PY OPTIONS...
   [ "$NNODES" -gt 1 ] || : "${MASTER_ADDR:=127.0.0.1}"
   [ -n "${MASTER_ADDR:-}" ] || die "MASTER_ADDR is not set: give the address of rank 0's host, which mpirun does not tell"
   job=$(cksum <<<"${PMIX_NAMESPACE:-}${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-}")
-  : "${MASTER_PORT:=$((20000 + ${job%% *} % 10000))}" "${NODE_WAIT:=300}"
+  : "${MASTER_PORT:=$((20000 + ${job%% *} % 10000))}"
   [ -n "${SCAFFOLD_LOOKED:-}" ] || choose_ranks
   export NNODES GPUS_PER_NODE NPROC_PER_NODE NODE_RANK MASTER_ADDR MASTER_PORT NETWORK_INTERFACE
   if [ "$PREFLIGHT" = 0 ]; then
     NODE_RANK=$rank choose_interface # rank 0 looks whether its port is free
     if [ "$local_rank" = 0 ]; then
-      if [ -f prepare.py ]; then
-        env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" prepare.py "$@" &
-        finish $! || exit 1
-      fi
+      prepare "$@"
       if [ "$rank" != 0 ]; then
         await_node_0 &
         finish $! || exit 1
@@ -93,6 +90,8 @@ rank_of_mpi() { # TRAIN.PY OPTIONS...
     status=75
   elif [ "$status" -gt 128 ] && [ -z "$KILLED" ]; then
     echo "error: rank $rank on $(hostname) was killed by signal $((status - 128)) (9 is often memory run out)" >&2
+  elif [ "$status" != 0 ] && [ ! -e "$SCAFFOLD_CONTROL/run" ]; then
+    explain_import
   fi
   exit "$status"
 }
@@ -154,9 +153,6 @@ print(address, port)
 PYTHON_CODE
 }
 
-for option in "$@"; do
-  case $option in -h | --help) "${INTERPRETER[@]}" train.py --help && exit ;; esac
-done
 case $NNODES in *:*) die "NNODES is $NNODES, but mpirun starts a fixed number of ranks: give one number" ;; esac
 case " ${PASS_ENV:=}" in
   *[!A-Za-z0-9_\ ]* | *\ [0-9]*) die "PASS_ENV must be names of variables; it is '$PASS_ENV'" ;;
@@ -179,7 +175,7 @@ elif [ "$NNODES" = 1 ]; then
 else
   : "${HOSTS_FILE:=$PROJECT_DIR/launch/hosts.txt}"
   [ -r "$HOSTS_FILE" ] || die "no $HOSTS_FILE: write one host a line into it"
-  listed=$(sed -e 's/#.*//' "$HOSTS_FILE")
+  listed=$(sed -e 's/#.*//' -e 's/\r$//' "$HOSTS_FILE")
 fi
 count=0
 while read -r host rest; do
@@ -212,7 +208,7 @@ SCAFFOLD_LAUNCH=$SCAFFOLD_CONTROL
 PYTHON=${own_python:+$PYTHON} # else each host finds its own
 # The rest stands in the files that the hosts have.
 names="NNODES GPUS_PER_NODE NPROC_PER_NODE MASTER_ADDR MASTER_PORT BACKEND NETWORK_INTERFACE NODE_WAIT
-  SCAFFOLD_LAUNCH SCAFFOLD_LOOKED SITE OFFLINE PREFLIGHT PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES
+  SCAFFOLD_LAUNCH SCAFFOLD_LOOKED SITE OFFLINE RUNS_DISK PREFLIGHT PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES
   ${!NCCL_@} ${!GLOO_@} ${!TORCH_@} $PASS_ENV"
 
 total=$((NNODES * NPROC_PER_NODE)) places=$(printf "%s:$NPROC_PER_NODE," "${hosts[@]}")
@@ -234,10 +230,7 @@ case $version in
   *) die "$mpirun is neither Open MPI's nor MPICH's nor Intel MPI's: start mpirun -np $total bash launch/mpirun.sh yourself" ;;
 esac
 
-if [ -f prepare.py ] && [ "$PREFLIGHT" = 0 ]; then # here, before any rank would wait for it
-  env -u SCAFFOLD_CONTROL "${INTERPRETER[@]}" prepare.py "$@" & # it says itself what is wrong
-  finish $! || exit 1
-fi
+[ "$PREFLIGHT" != 0 ] || prepare "$@" # here, before any rank would wait for it
 say "$total rank(s) on $NNODES node(s) (${hosts[*]}); rank 0 is at $MASTER_ADDR:$MASTER_PORT"
 mkfifo "$SCAFFOLD_CONTROL/errors"
 export -n SCAFFOLD_CONTROL # each rank has its own

@@ -198,29 +198,34 @@ esac
 # The hosts get what the person has set for this launch; the rest stands in the files that they have.
 settings=''
 for name in GPUS_PER_NODE NPROC_PER_NODE BACKEND NETWORK_INTERFACE NODE_WAIT RDZV_CONF MAX_RESTARTS \
-  OFFLINE PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES \
+  OFFLINE RUNS_DISK PYTHON OMP_NUM_THREADS CUDA_VISIBLE_DEVICES \
   ${!NCCL_@} ${!GLOO_@} ${!TORCH_@} $PASS_ENV; do
   [ -z "${!name:-}" ] || settings=$settings"export $name=$(quote "${!name}")"$'\n'
 done
 
+case ${HOSTS_FILE:=} in '' | /*) ;; *) HOSTS_FILE=$PWD/$HOSTS_FILE ;; esac
 PROJECT_DIR=$(CDPATH='' cd -- "${PROJECT_DIR:-$(dirname "$script")/..}" && pwd)
-: "${REMOTE_DIR:=$PROJECT_DIR}" # without resolving links, which may differ there
+here=$PROJECT_DIR # without resolving links, which may differ on the hosts
 # shellcheck source=/dev/null
 . "$PROJECT_DIR/launch/settings.sh"
+: "${REMOTE_DIR:=$here}"
+[ -z "$wants_help" ] || exit 0
 [ -z "$SITE" ] || settings=$settings"export SITE=$SITE"$'\n'
 [ "$PREFLIGHT" = 0 ] || settings=$settings$'export PREFLIGHT=1\n'
 
-options=() # of train.py
+options=() chosen='' # options are train.py's
 while [ $# -gt 0 ]; do
   case $1 in
-    --hosts) [ $# -gt 1 ] || die "--hosts needs a name"; HOSTS_FILE=$2; shift ;;
-    --hosts=*) HOSTS_FILE=${1#*=} ;;
+    --hosts) [ $# -gt 1 ] || die "--hosts needs a name"; chosen=$2; shift ;;
+    --hosts=*) chosen=${1#*=} ;;
     *) options+=("$1") ;;
   esac
   shift
 done
-case ${HOSTS_FILE:=$PROJECT_DIR/launch/hosts.txt} in /*) ;; *) HOSTS_FILE=$PWD/$HOSTS_FILE ;; esac
+case $chosen in '' | /*) ;; *) chosen=$PWD/$chosen ;; esac
 cd -- "$PROJECT_DIR"
+: "${HOSTS_FILE:=$PROJECT_DIR/launch/hosts.txt}"
+HOSTS_FILE=${chosen:-$HOSTS_FILE}
 least=${NNODES%%:*} most=${NNODES#*:}
 
 read -r -a ssh <<<"${SSH:-ssh}"
@@ -321,11 +326,13 @@ fi
 
 # --- the launch ---------------------------------------------------------------------------------------
 
-say "$LIVE host(s): ${HOSTS[*]:0:COUNT}; node 0 at $MASTER_ADDR:$MASTER_PORT"
+live=''
+for ((i = 0; i < COUNT; i++)); do [ -n "${STATUS[i]}" ] || live="$live ${HOSTS[i]}"; done
+say "$LIVE host(s):$live; node 0 at $MASTER_ADDR:$MASTER_PORT"
 : >"$TEMP/go"
 STARTED=1
 tell "go $MASTER_ADDR $MASTER_PORT"
-FAILED=() failures=0 preempted=''
+FAILED=() failures=$((COUNT - LIVE)) preempted=''
 while [ "$LIVE" -gt 0 ]; do
   next
   if [ "$EVENT" = ended ]; then

@@ -18,8 +18,10 @@ asked_nodes=${NNODES:-1}
 
 [ "$asked_nodes" = 1 ] || die "NNODES=$asked_nodes: this script is for one machine, run launch/node.sh on each"
 [ "$NNODES" = 1 ] || say "this machine alone; launch/node.sh starts one of the $NNODES machines of topology.env"
-NNODES=1
+# shellcheck disable=SC2034 # common.sh uses them
+NNODES=1 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT='' # whatever another launch has left there
 choose_ranks
+[ "$PREFLIGHT" != 0 ] || prepare "$@"
 # shellcheck disable=SC2034 # common.sh uses it. Standalone: on a free port, so launches never clash.
 RENDEZVOUS=(--standalone --nnodes=1)
 launch "$@"

@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ MEASURE_BY = START + 53.0  # and all ranks have measured
 END = START + 57.0  # whatever hangs (a disk, a name server), this process does not outlive it
 
 Facts = dict[str, Any]
+CAUSE = r"(?!frame #).*(what\(\)|NCCL WARN|Error)"  # in what a rank that died has said
 
 
 class Problem(Exception):
@@ -99,7 +101,7 @@ def one_line(error: BaseException) -> str:
 
 
 def resolve() -> tuple[int, str]:
-    """Family and address of node 0."""
+    """Family and address of node 0; where it has several, the one that this machine prefers."""
     while True:
         try:
             found = socket.getaddrinfo(HOST, PORT, type=socket.SOCK_STREAM)[0]
@@ -110,16 +112,25 @@ def resolve() -> tuple[int, str]:
             raise Problem("name", what, "give node 0's address, or make its name known here")
         time.sleep(0.5)
     address = str(found[4][0])
-    loopback = ipaddress.ip_address(address.split("%")[0]).is_loopback
-    if NODES > 1 and loopback and get("SCAFFOLD_ALLOW_LOOPBACK") != "1":
+    if NODES > 1 and is_loopback(address) and get("SCAFFOLD_ALLOW_LOOPBACK") != "1":
         what = f"MASTER_ADDR={HOST} is {address} here, this machine itself"
         raise Problem("name", what, "give the address of node 0 that all reach, or mend /etc/hosts")
     return found[0], address
 
 
-def listen(family: int, port: int) -> socket.socket:
+def is_loopback(host: str) -> bool:
     try:
-        return socket.create_server(("", port), family=family, backlog=1024)
+        address = str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError:
+        return True  # a name without an address serves no better
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+def listen(family: int, port: int) -> socket.socket:
+    if both := socket.has_dualstack_ipv6():  # others may know this machine by its other address
+        family = socket.AF_INET6
+    try:
+        return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         why = f"is taken by {port_owner(port)}" if taken else f"cannot be used ({error.strerror})"
@@ -167,27 +178,29 @@ def join(address: str, hello: Facts, source: str) -> Channel:
     what, told = f"node 0 at MASTER_ADDR={HOST} ({address}) port {PORT}", ""
     while True:
         try:
-            channel = Channel(connect(address, PORT, source))
+            channel = Channel(connect(HOST, PORT, source))
             break
         except OSError as error:
-            why = reason(error, address, PORT)
-        if source:  # does it work without the interface that was asked for?
-            hello["interface"] = f"{INTERFACE} ({source}) does not lead to node 0: {why}"
-            source = ""
-            continue
+            why, refused = reason(error, HOST, PORT), isinstance(error, ConnectionRefusedError)
+        if source and not refused:  # else node 0's machine says no: the interface leads there
+            with contextlib.suppress(OSError):
+                channel = Channel(connect(HOST, PORT))
+                hello["interface"] = f"{INTERFACE} ({source}) does not lead to node 0: {why}"
+                break
         if now() > MEET_BY:
-            raise Problem("network", f"{what}: {why}", "is it started, and is this its address?")
+            remedy = f"is it started, within {MEET_BY - START:.0f} s of this? Is that its address?"
+            raise Problem("network", f"{what}: {why}", remedy)
         if why != told and now() - START > 3:
             print(f"preflight: waiting for {what}: {why}", file=sys.stderr)
             told = why
         time.sleep(0.5)
     try:
-        channel.send(hello)
-        refused = channel.receive(now() + 5)["refused"]
+        channel.send({**hello, "time": time.time()})
+        problem = channel.receive(now() + 15)["refused"]
     except (OSError, ValueError, TypeError, KeyError):
         raise Problem("port", f"what answers for {what} is no preflight", "end it there")
-    if refused:
-        raise Problem("nodes", refused, "number the nodes from 0, each once")
+    if problem:
+        raise Problem("nodes", problem, "number the nodes from 0, each once")
     return channel
 
 
@@ -209,11 +222,12 @@ def interfaces() -> dict[str, str]:
 def absent_interface(present: list[str]) -> str:
     """The variable that asks for an interface which this machine does not have, or ""."""
     for variable in ("NETWORK_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = get(variable) or ""
-        prefix = variable.startswith("NCCL") and not value.startswith("=")  # eth stands for eth0
-        for name in value.removeprefix("=").split(",") if not value.startswith("^") else []:
-            if name not in ("", *(here[: len(name)] if prefix else here for here in present)):
-                return f"{variable}={name} is not on this machine"
+        value, nccl = get(variable) or "", variable.startswith("NCCL")
+        names = [n for n in value.removeprefix("=").split(",") if n and not value.startswith("^")]
+        prefix = nccl and not value.startswith("=")  # eth stands for eth0
+        there = [any(h.startswith(n) if prefix else h == n for h in present) for n in names]
+        if names and not (any if nccl else all)(there):  # nccl takes any of them
+            return f"{variable}={value} is not on this machine"
     return ""
 
 
@@ -242,17 +256,15 @@ def memory() -> int:
     return min(limits)
 
 
-def cores() -> int:
-    """The cores that processes here may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS
-
-
-def git(*words: str) -> str:
-    command = ["git", "-C", str(PROJECT), *words]
+def commit() -> str:
+    """Of the project, with a + where files differ from it; without the lock that all would want."""
+    command = ["git", "-C", str(PROJECT), "--no-optional-locks", "status", "--porcelain=2"]
+    command += ["--branch", "--untracked-files=no", "."]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+        lines = done.stdout.splitlines()  # "# branch.oid 1234…", then the files
+        found = "".join(line.split()[2][:10] for line in lines if line.startswith("# branch.oid"))
+        return found + "+" * any(line[0] != "#" for line in lines)
     return ""
 
 
@@ -278,14 +290,23 @@ class Rank:
         """What it answers, or under "error" why it does not; `late` is why it does not in time."""
         try:
             answer = self.channel.receive(until)
-            return answer.get("answer", answer)
+            answer = answer.get("answer", answer)
         except TimeoutError:
-            return {"error": late}
+            answer = {"error": late}
         except OSError:
-            status = self.process.wait(5)
-            self.output.seek(0)
-            last = (self.output.read().decode(errors="replace").strip().splitlines() or [""])[-1]
-            return {"error": f"{last[:300] or 'nothing said'} (status {status}; -9: memory?)"}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(2)
+            answer = {"error": ""}
+        if "error" not in answer:
+            return answer
+        output = self.output.fileno()  # where it may still be writing
+        tail = os.pread(output, 1 << 16, max(0, os.fstat(output).st_size - (1 << 16)))
+        said = tail.decode(errors="replace").strip().splitlines() or ["nothing said"]
+        causes = [line for line in said if re.match(CAUSE, line)] or said
+        status = self.process.returncode
+        end = {None: "it does not end", -9: "killed: memory?"}.get(status, f"exit status {status}")
+        error = answer["error"] or f"{causes[-1].strip()[:300]} ({end})"
+        return {**answer, "error": error, "said": said[-20:]}
 
     def end(self) -> None:
         self.process.kill()  # it has nothing to save
@@ -299,12 +320,16 @@ class Node:
 
     def __init__(self, family: int, address: str) -> None:
         self.interfaces, own = interfaces(), own_address(family, address)
-        self.elsewhere = "" if own == address else f"{address}, and this machine is {own}"
-        self.source = self.interfaces.get(INTERFACE.split(",")[0], "")
+        where = f"MASTER_ADDR={HOST} is {address}, and this machine is {own}"
+        self.elsewhere = where if own != address else ""
+        asked = self.interfaces.get(INTERFACE.split(",")[0], "")
+        self.source = asked if family == socket.AF_INET else ""
         self.listener = listen(family, 0)  # all it is for is that others can connect to it
+        threading.Thread(target=self.greet, daemon=True).start()
         self.hello: Facts = {
             "node": NODE,
             "nodes": NNODES,
+            "launch": get("RDZV_ID") or get("SLURM_JOB_ID") or "",
             "host": socket.gethostname(),
             "address": self.source or own,
             "port": self.listener.getsockname()[1],
@@ -314,24 +339,30 @@ class Node:
         self.run_dir, self.probe = PROJECT, PROJECT / ".preflight"
         self.made: list[Path] = []  # folders, to be removed
         self.handlers: dict[str, Callable[..., Any]] = {
-            "facts": self.facts,
-            "clock": time.time,
-            "reach": self.reach,
-            "folder": self.folder,
-            "look": lambda name: (self.run_dir / name).exists(),
-            "forget": self.forget,
-            "measure": self.measure,
+            "machine": self.facts,
+            "firewall": self.reach,
+            "run.dir": self.folder,
+            "shared folder": lambda name: (self.run_dir / name).exists(),
+            "clean-up": self.forget,
+            "all-reduce": self.measure,
         }
+
+    def greet(self) -> None:
+        with contextlib.suppress(OSError):  # closed: the end
+            while True:
+                self.listener.accept()[0].close()
 
     def start_ranks(self, port: int, options: list[str]) -> None:
         env = {**os.environ, "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
         env |= {"WORLD_SIZE": str(NODES * RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
         env["PYTHONPATH"] = f"{PROJECT}:{get('PYTHONPATH') or ''}".rstrip(":")
         leading = [name for name, has in self.interfaces.items() if has == self.hello["address"]]
-        if NODES > 1 and (INTERFACE or leading):  # as node.sh has it
-            env.setdefault("GLOO_SOCKET_IFNAME", INTERFACE or leading[0])
-        if INTERFACE:
-            env.setdefault("NCCL_SOCKET_IFNAME", INTERFACE)
+        chosen = get("NETWORK_INTERFACE") or ""
+        if NODES > 1 and (chosen or leading):  # as choose_interface of common.sh has it
+            env.setdefault("GLOO_SOCKET_IFNAME", chosen or leading[0])
+            if chosen or is_loopback(socket.gethostname()):
+                env.setdefault("NCCL_SOCKET_IFNAME", chosen or leading[0])
+        env.setdefault("NCCL_DEBUG", "WARN")  # else nccl does not say what ails it
         self.ranks = [Rank(local, env, options) for local in range(RANKS)]
 
     def ask_ranks(self, do: str, seconds: float, late: str) -> list[Facts]:
@@ -343,8 +374,7 @@ class Node:
 
     def facts(self, seconds: float) -> Facts:
         """This machine and its ranks; what the first of them says about the project is the node's."""
-        changed = "+" * bool(git("status", "--porcelain", "--untracked-files=no", "."))
-        commit = git("rev-parse", "--short=10", "HEAD") + changed
+        affinity = getattr(os, "sched_getaffinity", None)  # macOS has none
         shm = os.statvfs("/dev/shm") if os.path.exists("/dev/shm") else None
         late = f"torch and the project did not import within {now() + seconds - START:.0f} s"
         ranks = self.ask_ranks("facts", seconds, late)
@@ -354,15 +384,14 @@ class Node:
             "python": platform.python_version(),
             "executable": sys.executable,
             "backend": get("BACKEND") or "auto",
-            "commit": commit,
-            "cores": cores(),
+            "commit": commit(),
+            "cores": len(affinity(0)) if affinity else os.cpu_count(),
             "memory": memory(),
             "shm": shm and shm.f_bavail * shm.f_frsize,
             "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "space": resource.getrlimit(resource.RLIMIT_AS)[0],
             "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
             "infiniband": bool(glob.glob("/sys/class/infiniband/*")),
-            "nvidia": len(glob.glob("/dev/nvidia[0-9]*")),
             "interfaces": self.interfaces,
             **project,
             "ranks": ranks,
@@ -382,7 +411,7 @@ class Node:
             return ""
 
         targets.pop(str(NODE))
-        with ThreadPoolExecutor(64) as pool:
+        with ThreadPoolExecutor(len(targets) or 1) as pool:  # all at once: silence takes 6 s
             reasons = zip(targets, pool.map(attempt, targets.values()), strict=True)
         return {node: why for node, why in reasons if why}
 
@@ -397,8 +426,7 @@ class Node:
             disk = os.statvfs(folder)
         except OSError as error:
             return {"problem": f"{error.filename or folder}: {error.strerror}"}
-        saved = len(list(folder.glob("checkpoints/step_*[0-9]")))
-        return {"probe": self.probe.name, "free": disk.f_bavail * disk.f_frsize, "saved": saved}
+        return {"probe": self.probe.name, "free": disk.f_bavail * disk.f_frsize}
 
     def forget(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# What every launch begins with: a launch script sources it. It takes the options of the launch (--site
-# NAME, --preflight) from those of the script, and reads site.env and topology.env; a variable that is set
-# in the environment wins over theirs. Needs no Python, and runs under Bash 3.2 too.
+# What every launch begins with: a launch script sources it, with PROJECT_DIR set. It takes the options of
+# the launch (--site NAME, --preflight) from the script's, sets PREFLIGHT, SITE and SITE_FILE, and reads
+# site.env and topology.env; a variable that the environment sets wins over theirs. Needs no Python, and
+# runs under Bash 3.2 too.
 
 say() { printf 'launch: %s\n' "$*" >&2 || true; }
 die() { say "$@"; exit 1; }
@@ -14,18 +15,19 @@ whole_number() { # NAME VALUE LEAST: ends the launch unless VALUE is a whole num
   die "$1 must be a whole number, at least $3; it is '$2'"
 }
 
-options=() # of train.py
+train_options=() wants_help=''
 while [ $# -gt 0 ]; do
   case $1 in
+    -h | --help) wants_help=1 train_options+=("$1") ;;
     --site) [ $# -gt 1 ] || die "--site needs a name"; SITE=$2; shift ;;
     --site=*) SITE=${1#*=} ;;
     --preflight) PREFLIGHT=1 ;;
-    *) options+=("$1") ;;
+    *) train_options+=("$1") ;;
   esac
   shift
 done
-set -- ${options[@]+"${options[@]}"}
-: "${PREFLIGHT:=0}"
+[ "${PREFLIGHT:=0}" = 0 ] || PREFLIGHT=1
+[ -z "$wants_help" ] || sed -n '2,/^set /s/^# \{0,1\}//p' "$0" # what the script says of itself
 
 PROJECT_DIR=$(CDPATH='' cd -- "$PROJECT_DIR" && pwd -P)
 [ -f "$PROJECT_DIR/train.py" ] || die "no train.py in $PROJECT_DIR"
@@ -33,7 +35,8 @@ case ${SITE:=} in *[!A-Za-z0-9_-]*) die "SITE must be a name of letters, digits,
 SITE_FILE=launch/site${SITE:+.$SITE}.env
 activate() { :; }
 if [ -f "$PROJECT_DIR/$SITE_FILE" ]; then
-  set +eu # it is the person's
+  "$BASH" -n "$PROJECT_DIR/$SITE_FILE" || die "$SITE_FILE is no valid Bash, see above"
+  set +eu # it is the person's; "$@" is empty, or what it sources would take train.py's options for its own
   # shellcheck source=/dev/null
   . "$PROJECT_DIR/$SITE_FILE"
   set -eu
@@ -42,8 +45,10 @@ elif [ -n "$SITE" ]; then
 fi
 # shellcheck source=/dev/null
 . "$PROJECT_DIR/launch/topology.env"
+set -- ${train_options[@]+"${train_options[@]}"}
+case ${OFFLINE:-} in '' | 0 | 1) ;; *) die "OFFLINE must be 0 or 1; it is '$OFFLINE'" ;; esac
 case $NNODES in
-  *:*) # MIN:MAX, for node.sh
+  *:*) # MIN:MAX, an elastic run
     whole_number "the least of NNODES='$NNODES'" "${NNODES%%:*}" 1
     whole_number "the most of NNODES='$NNODES'" "${NNODES#*:}" "${NNODES%%:*}"
     ;;

@@ -19,9 +19,9 @@ case $sweep in '' | /*) ;; *) sweep=$from/$sweep ;; esac
 dry_run='' limit='' array='' output='' given=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
   case $1 in
-    -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$script"; exit ;;
     --dry-run) dry_run=1; shift; continue ;;
     %[1-9]*) [ -n "$sweep" ] || die "$1 is for launch/sweep.sh"; limit=$1; shift; continue ;;
+    -W | --wait) die "$1 is for sbatch itself: the job outlives this script, squeue tells of it" ;;
     -o | --output) output=${2-} ;;
     --output=*) output=${1#*=} ;;
     -a* | --array | --array=*)
@@ -34,6 +34,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
   shift
 done
 [ $# -eq 0 ] || shift # the lone --
+[ -z "$limit" ] || [ -z "$array" ] || die "give $limit with the array: --array=...$limit"
 for tool in sbatch squeue; do
   command -v $tool >/dev/null || die "no $tool here: submit from a login node of a Slurm cluster, or train here with launch/local.sh"
 done
@@ -136,7 +137,6 @@ who_has() { # RUN: the job that has or awaits it, or the process; nothing where 
 }
 
 list=$(list_runs "$@") # where it fails it has said why
-[ -n "$list" ] || exit 0 # --help of train.py
 mapfile -t runs <<<"$list"
 if [ "$PREFLIGHT" = 0 ] && [ -z "$array" ]; then # of --array=2,5 the runs' own locks take care
   for run in "${runs[@]}"; do
@@ -200,6 +200,7 @@ goes_along() { # ENTRY: whether the job gets a copy of it (code, config), not a 
     [ -z "$(find "$1/" -maxdepth 2 \( -name '*.py' -o -name '*.toml' \) -print -quit)" ]; then
     return 1
   elif [ "$(du -sk "$1/" | cut -f1)" -gt 102400 ]; then
+    [ "$1" != launch ] || die "launch/ has more than 100 MB, and a job gets a copy of it: keep images elsewhere"
     say "$1 has more than 100 MB: the job uses it where it is, and edits there reach it"
     return 1
   fi
@@ -207,8 +208,8 @@ goes_along() { # ENTRY: whether the job gets a copy of it (code, config), not a 
 
 mkdir -p -- "$copy"
 for entry in * .[!.]*; do
-  if [ ! -e "$entry" ] && [ ! -L "$entry" ]; then
-    continue # there are no hidden files
+  if [ ! -e "$entry" ]; then
+    continue # no hidden files; or a link to nothing, such as an editor's lock
   elif goes_along "$entry"; then
     cp -RpH -- "$entry" "$copy/"
   else

@@ -49,7 +49,8 @@ def start(timeout: timedelta) -> torch.device:
     Raises UserError where backend and machine do not fit.
     """
     if CONTROL and LOCAL_RANK == 0:
-        (CONTROL / "error").unlink(missing_ok=True)  # of an attempt before torchrun's restart
+        for outcome in ("error", "preempted"):  # of an attempt before torchrun's restart
+            (CONTROL / outcome).unlink(missing_ok=True)
     backend = os.environ.get("BACKEND") or "auto"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if backend == "mpi" and not dist.is_mpi_available():
@@ -290,7 +291,7 @@ def is_peer_failure(error: Exception) -> bool:
 def one_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [""])[0][:300]
     if "connectFullMesh" in text:
-        text += (
-            " (the ranks met, but cannot reach each other: are all ports between the nodes open?)"
-        )
+        return f"{text} (the ranks met, but cannot reach each other: are all ports between the nodes open?)"
+    if "onnection " in text:  # closed or reset by a process that ended without a word
+        text += " (if no rank says why, its exitcode above or on another node may: -9 is often memory run out)"
     return text
