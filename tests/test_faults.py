@@ -322,6 +322,7 @@ import demo.checkpoint, resource
 _save = demo.checkpoint.Checkpoints.save
 def save(self, step, samples):
     if step >= 4:
+        self.finish()  # what was saved before, maybe still in the background
         resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
     return _save(self, step, samples)
 demo.checkpoint.Checkpoints.save = save

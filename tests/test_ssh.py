@@ -104,10 +104,11 @@ class Lab:
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir()
         script = (project or self.stub) / "launch" / "ssh.sh"
-        command = ["setsid", *BASH, script, *options]
+        command = ["setsid", *BASH, script]
         if names is not None:
             (self.folder / "hosts.txt").write_text(names)
             command.append(f"--hosts={self.folder}/hosts.txt")
+        command += options
         return self.hosts.start(on, command, env=self.env(**env), stderr=subprocess.PIPE, cwd="/")
 
     def launch(self, *options: str, **more: Any) -> launches.Launch:
