@@ -30,7 +30,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from helpers import LAYOUT, scaffold
 from hosts import Hosts, require
@@ -92,7 +92,10 @@ def texts(answers: Answers) -> dict[str, str]:
 
 @functools.cache
 def template(path: str) -> Template:
-    return Environment(undefined=StrictUndefined).from_string((LAYOUT / path).read_text())
+    parts = FileSystemLoader(LAYOUT.parent / "templates")
+    return Environment(loader=parts, undefined=StrictUndefined).from_string(
+        (LAYOUT / path).read_text()
+    )
 
 
 @functools.cache
